@@ -1,0 +1,68 @@
+"""Checks at the door: sentences for users (ValueError), chex assertions for programmers, all before any compile.
+
+A sentence names the field, the value that came, what is allowed and the nearest valid name.
+"""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxblock.types import Array
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Return " (did you mean 'x'?)" for the closest of `allowed`, or "" when none is close."""
+    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def check_choice(field: str, value: Any, allowed: Iterable[str]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    names = sorted(allowed)
+    if value not in names:
+        raise ValueError(
+            f"{field} is {value!r}; it must be one of {', '.join(names)}{nearest(str(value), names)}"
+        )
+
+
+def check_integer(field: str, value: Any, *, least: int) -> None:
+    """Raise ValueError unless `value` is an int (no bool, no float) of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{field} is {value!r}; it must be a whole number of at least {least}")
+
+
+def check_number(
+    field: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Raise ValueError unless `value` is a real number in the range; NaN and infinities never are.
+
+    `least` and `most` include the bound, `above` and `below` exclude it.
+    """
+    bounds = [
+        (f"at least {least}", lambda v: least is None or v >= least, least),
+        (f"above {above}", lambda v: above is None or v > above, above),
+        (f"at most {most}", lambda v: most is None or v <= most, most),
+        (f"below {below}", lambda v: below is None or v < below, below),
+    ]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    finite = is_number and abs(value) < float("inf")
+    if not finite or not all(holds(value) for _, holds, _ in bounds):
+        allowed = " and ".join(text for text, _, bound in bounds if bound is not None)
+        raise ValueError(f"{field} is {value!r}; it must be a finite number {allowed}".rstrip())
+
+
+def check_boolean(name: str, mask: Array) -> None:
+    """Raise ValueError unless `mask` is boolean: a 0/1 mask could be taken for an additive bias."""
+    if mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"{name} has dtype {mask.dtype}; masks are boolean, True = may attend / is real: "
+            f"pass {name}.astype(bool)"
+        )

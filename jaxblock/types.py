@@ -1,0 +1,30 @@
+"""The axis glossary and the few types that every room shares.
+
+Array names in `functional/` end in their axes, one capital letter each, and `einsum` uses the same letters in
+lower case:
+
+    B batch      T positions (keys, where queries differ)      Q query positions
+    D width      H heads      G key/value heads      R query heads per key/value head (H = G * R)
+    K head dim   F feed-forward width      V vocabulary
+    L blocks     S sublayers     N history rows     M streams
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+
+Array: TypeAlias = jax.Array
+"""Any JAX array (or tracer)."""
+
+Stream: TypeAlias = Any
+"""The residual stream: a pytree of arrays with static shapes; one [B, T, D] array for the plain rules."""
+
+Branch: TypeAlias = Callable[[Array], Array]
+"""What a residual connection wraps, `f` in `x + f(norm(x))`: [B, T, D] -> [B, T, D]."""
+
+Norm: TypeAlias = Callable[[Array], Array]
+"""A normalization over the last axis, [B, T, D] -> [B, T, D], with its parameters already bound."""
+
+Params: TypeAlias = Any
+"""A pytree of parameters, as `init` returns it and `apply` takes it."""
