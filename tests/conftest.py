@@ -11,11 +11,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the `full` tests out unless they were asked for; `-m full` keeps every test."""
+def pytest_configure(config: pytest.Config) -> None:
+    """`pytest` leaves the `full` tests out; `pytest -m full` runs everything."""
     if config.option.markexpr == "full":
         config.option.markexpr = ""
-        return
-    chosen = [item for item in items if "full" not in item.keywords]
-    config.hook.pytest_deselected(items=[item for item in items if "full" in item.keywords])
-    items[:] = chosen
+    elif not config.option.markexpr:
+        config.option.markexpr = "not full"

@@ -1,0 +1,80 @@
+"""One table for every parameter of a model: its role and the logical name of each of its axes.
+
+Roles decide initial scale, weight decay and labels; axis names decide sharding. Every parameter matches exactly
+one row, or the model is refused. Modules know axis names and no mesh: `constrain` does nothing without one.
+"""
+
+import re
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+
+from jaxblock.types import Array, Params
+
+
+class ParameterRule(NamedTuple):
+    """One row: the path it matches (whole), the role, and the axis names (None = every axis unnamed)."""
+
+    pattern: str
+    role: str
+    axes: tuple[str | None, ...] | None
+
+
+def _block(path: str, role: str, *axes: str) -> ParameterRule:
+    return ParameterRule(f"blocks/{path}", role, ("depth", *axes))
+
+
+PARAMETERS: tuple[ParameterRule, ...] = (
+    ParameterRule("embedding/table", "embedding", ("vocab", "width")),
+    ParameterRule("positions/table", "position", ("position", "width")),
+    _block("attention/query/kernel", "query", "width", "heads", "head_dim"),
+    _block("attention/query/bias", "bias", "heads", "head_dim"),
+    _block("attention/key/kernel", "key", "width", "kv_heads", "head_dim"),
+    _block("attention/key/bias", "bias", "kv_heads", "head_dim"),
+    _block("attention/value/kernel", "value", "width", "kv_heads", "head_dim"),
+    _block("attention/value/bias", "bias", "kv_heads", "head_dim"),
+    _block("attention/output/kernel", "output", "heads", "head_dim", "width"),
+    _block("attention/output/bias", "bias", "width"),
+    _block("feed_forward/gate/kernel", "gate", "width", "hidden"),
+    _block("feed_forward/gate/bias", "bias", "hidden"),
+    _block("feed_forward/up/kernel", "up", "width", "hidden"),
+    _block("feed_forward/up/bias", "bias", "hidden"),
+    _block("feed_forward/down/kernel", "down", "hidden", "width"),
+    _block("feed_forward/down/bias", "bias", "width"),
+    _block(r"(attention_|feed_forward_)?connection/[a-z_]*norm[a-z_]*/(scale|bias)", "norm", "width"),
+    # Whatever else a residual connection declares: mixing weights, gates, branch scales.
+    ParameterRule(
+        r"blocks/(attention_|feed_forward_)?connection/(?![a-z_]*norm[a-z_]*/(scale|bias)$).*", "connection", None
+    ),
+    ParameterRule("final_norm/(scale|bias)", "norm", ("width",)),
+    ParameterRule("head/kernel", "head", ("width", "vocab")),
+)
+
+
+def parameter_rule(path: str) -> ParameterRule:
+    """Return the one row that matches `path` ("blocks/attention/query/kernel").
+
+    Raises:
+      ValueError: no row, or more than one, matches.
+    """
+    rows = [rule for rule in PARAMETERS if re.fullmatch(rule.pattern, path)]
+    if len(rows) != 1:
+        found = ", ".join(rule.pattern for rule in rows) or "none"
+        raise ValueError(f"parameter {path!r} must match exactly one row of jaxblock.axes.PARAMETERS; it matches: {found}")
+    return rows[0]
+
+
+def path_name(path: tuple) -> str:
+    """Join a pytree key path with slashes: (DictKey("blocks"), DictKey("attention")) -> "blocks/attention"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def roles(params: Params) -> Params:
+    """Return a tree of the same structure that holds each parameter's role."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: parameter_rule(path_name(path)).role, params)
+
+
+def constrain(x: Array, *names: str | None) -> Array:
+    """Constrain an activation's sharding by logical axis names; returns `x` itself where there is no mesh."""
+    return nn.with_logical_constraint(x, names)

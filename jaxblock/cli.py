@@ -1,0 +1,162 @@
+"""The `jaxblock` command: train, sample. Bad input ends in one sentence on stderr and exit code 2."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import tyro
+
+from jaxblock.contracts import check_choice
+
+BAD_INPUT = 2
+SAMPLE_FIELDS = ("prompt", "length", "temperature", "top_k", "top_p")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code.
+
+    0 done, 2 bad input (nothing was written), 3 training stopped by its own guard, 130/143 interrupted.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name in ("-h", "--help"):
+        print(_overview())
+        return 0
+    try:
+        check_choice("command", name, COMMANDS)
+        return COMMANDS[name](rest)
+    except ValueError as error:
+        print(f"jaxblock: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Train a language model: jaxblock train [CONFIG.toml] [--section.field VALUE]."""
+    from jaxblock.training.config_file import build_config, check_path, parse_override, read_config_file
+    from jaxblock.training.loop import train as run
+    from jaxblock.training.prepare import prepare
+    from jaxblock.training.run_folder import RunFolder
+
+    _check_flags(arguments, known=("config", "resume", "json", "help"), check_path=check_path)
+    command = tyro.cli(_train_command(), prog="jaxblock train", description=train.__doc__, args=list(arguments))
+    overrides = {
+        f"{section}.{name}": parse_override(f"{section}.{name}", text)
+        for section, entries in vars(command).items()
+        if isinstance(entries, dict)
+        for name, text in entries.items()
+    }
+    if command.resume is not None:
+        folder = RunFolder.open(Path(command.resume))
+        source = folder.config if command.config is None else Path(command.config)
+        config = build_config(read_config_file(source), overrides)
+        folder.check_resumable(config)
+    else:
+        values = {} if command.config is None else read_config_file(Path(command.config))
+        config = build_config(values, overrides)
+        folder = RunFolder.check_new(config)
+    code, summary = run(prepare(config), folder, resume=command.resume is not None)
+    if command.json:
+        print(json.dumps({"run": str(folder.path), **summary}))
+    else:
+        print(_report(folder.path, summary, folder.sample.read_text(encoding="utf-8")))
+    return code
+
+
+def sample(arguments: Sequence[str]) -> int:
+    """Continue a prompt with a trained run: jaxblock sample RUN --prompt TEXT."""
+    from jaxblock.training.sample_run import sample_run
+
+    command = tyro.cli(SampleCommand, prog="jaxblock sample", description=sample.__doc__, args=list(arguments))
+    given = {name: getattr(command, name) for name in SAMPLE_FIELDS if getattr(command, name) is not None}
+    result = sample_run(Path(command.run), given, seed=command.seed)
+    print(json.dumps(result._asdict()) if command.json else result.prompt + result.text)
+    return 0
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"train": train, "sample": sample}
+
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleCommand:
+    """Continue a prompt with a trained run."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """The run's folder."""
+    prompt: str | None = None
+    """Text to continue (token ids separated by spaces for token shards). Left out: as the run's config says."""
+    length: int | None = None
+    """Tokens to draw. Left out, here and below: as the run's config says."""
+    temperature: float | None = None
+    """0 = greedy."""
+    top_k: int | None = None
+    """Draw among the k likeliest tokens."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that hold this probability."""
+    seed: int = 0
+    """Another seed, another continuation."""
+    json: Flag = False
+    """Print one line of JSON."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainCommand:
+    """Train a language model."""
+
+    config: Annotated[str | None, tyro.conf.Positional] = None
+    """A TOML file. Left out: the built-in defaults, which are configs/quickstart.toml."""
+    resume: str | None = None
+    """Continue the run in this folder from its newest checkpoint."""
+    json: Flag = False
+    """Print the summary as one line of JSON."""
+
+
+def _train_command() -> type[TrainCommand]:
+    """Return the record of `train`'s arguments: a text flag for every field of every section."""
+    from jaxblock.training.config_file import fields
+
+    sections: dict[str, dict[str, Any]] = {}
+    for field in fields():
+        text = f"{field.description} (default: {'none' if field.default is None else field.default})"
+        argument = tyro.conf.arg(metavar=field.type.upper(), help=text, help_behavior_hint="")
+        sections.setdefault(field.section, {})[field.name] = Annotated[str, argument]
+    kinds = [
+        (name, TypedDict(name, entries, total=False), dataclasses.field(default_factory=dict))  # type: ignore[operator]
+        for name, entries in sections.items()
+    ]
+    return dataclasses.make_dataclass("TrainOverrides", kinds, bases=(TrainCommand,), frozen=True)
+
+
+def _check_flags(arguments: Sequence[str], *, known: Sequence[str], check_path: Callable[[str, str], None]) -> None:
+    """Raise ValueError for a flag that no field has, with the nearest one."""
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument[2:].split("=")[0].replace("-", "_")
+            if name not in known:
+                check_path(name, "flag")
+
+
+def _report(run: Path, summary: Mapping[str, Any], sample: str) -> str:
+    """Return what a person wants to know at the end of a run."""
+    lines = [f"{summary['status']} after {summary['steps']} steps and {summary['wall_s']:.0f} s"]
+    if summary["val_loss"] is not None:
+        lines.append(
+            f"validation loss {summary['val_loss']:.4f} nats per token"
+            f" (a trigram model: {summary['baseline_trigram_loss']:.4f})"
+        )
+    if summary["val_bits_per_byte"] is not None:
+        lines.append(f"bits per byte   {summary['val_bits_per_byte']:.4f}")
+    return "\n".join([*lines, f"run             {run}", "", sample.rstrip("\n")])
+
+
+def _overview() -> str:
+    lines = [f"  {name:8} {command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: jaxblock COMMAND [ARGUMENTS]", "", *lines, "", "jaxblock COMMAND --help tells more."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

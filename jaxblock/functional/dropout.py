@@ -1,0 +1,23 @@
+"""Inverted dropout: y = x * keep / (1 - rate), keep ~ Bernoulli(1 - rate), so E[y] = x; arXiv 1207.0580."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxblock.contracts import check_number
+from jaxblock.types import Array
+
+
+def dropout(x: Array, rate: float, key: Array | None) -> Array:
+    """Return x with each entry dropped independently with probability `rate`, the others divided by 1 - rate.
+
+    Without a key, or at rate 0, the result is x itself: dropout is on exactly when a key is passed.
+    Rate 1 gives zeros. Shape and dtype are those of x; every entry has its own draw (nothing is broadcast).
+    Raises ValueError for a rate outside [0, 1]; the rate is a Python number, fixed when the caller is traced.
+    """
+    check_number("dropout rate", rate, least=0.0, most=1.0)
+    if key is None or rate == 0:
+        return x
+    if rate == 1:
+        return jnp.zeros_like(x)
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))

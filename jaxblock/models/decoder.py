@@ -1,0 +1,124 @@
+"""A decoder-only language model: embedding, stack of blocks, final norm where the topology needs one, head."""
+
+import chex
+import flax.linen as nn
+import jax.numpy as jnp
+
+from jaxblock import axes
+from jaxblock.config import ExecutionConfig, ModelConfig
+from jaxblock.functional.dense import logits
+from jaxblock.functional.masks import AttentionPattern
+from jaxblock.functional.positions import rotary_angles
+from jaxblock.functional.segments import segment_positions
+from jaxblock.models.block import Block, LayerInputs
+from jaxblock.models.stack import init_blocks, run_blocks
+from jaxblock.modules import AttentionInputs, Embedding, Norm, PositionTable
+from jaxblock.modules.kernel import kernel_init
+from jaxblock.residual import STREAM_AXES, Topology, topology
+from jaxblock.types import Array, Params
+
+
+class Decoder(nn.Module):
+    """A causal language model over token ids.
+
+    A pure function once its parameters are given: `model.apply({"params": params}, tokens_BT)`; pass
+    `rngs={"dropout": key}` and dropout is on, leave it out and it is off.
+
+    Attributes:
+      config: what the model is.
+      execution: how its stack is run; changes neither values (beyond round-off) nor parameters.
+      topology: a residual topology of your own; left out, the one `config.residual` names.
+    """
+
+    config: ModelConfig
+    execution: ExecutionConfig = ExecutionConfig()
+    topology: Topology | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens_BT: Array,
+        *,
+        valid_BT: Array | None = None,
+        segments_BT: Array | None = None,
+        positions_BT: Array | None = None,
+    ) -> Array:
+        """Return float32 logits, [B, T] -> [B, T, padded V].
+
+        Args:
+          tokens_BT: token ids, any integer dtype; an id >= V gives NaN logits, never another token's.
+          valid_BT: boolean, True = real token; padding is never attended to.
+          segments_BT: integer document ids of packed rows; attention stays within a document.
+          positions_BT: position of each token. Left out: its index, counted from its document's start.
+
+        Raises:
+          AssertionError: ranks, shapes or dtypes other than these.
+          ValueError: more tokens than the learned position table has rows, a mask that is not boolean.
+        """
+        chex.assert_rank(tokens_BT, 2)
+        chex.assert_type(tokens_BT, int)
+        config = self.config
+        connections = topology(config.residual) if self.topology is None else self.topology
+        if positions_BT is None:
+            positions_BT = segment_positions(tokens_BT.shape[1], segments_BT)
+
+        embedding = Embedding(config, name="embedding")
+        x_BTD = embedding(tokens_BT)
+        if config.position_choice.name in ("learned", "sinusoidal"):
+            x_BTD = x_BTD + PositionTable(config, name="positions")(positions_BT)
+        x_BTD = axes.constrain(x_BTD, *STREAM_AXES)
+
+        inputs, layers = self._inputs(valid_BT, segments_BT, positions_BT)
+        block = Block(config, self.execution, connections, parent=None)
+        params = self.param("blocks", self._init_blocks, block)
+        dropout_key = self.make_rng("dropout") if self.has_rng("dropout") else None
+        x_BTD = run_blocks(
+            block, params, x_BTD, inputs, layers, dropout_key=dropout_key, execution=self.execution
+        )
+        if connections.final_norm:
+            x_BTD = Norm(config, name="final_norm")(x_BTD)
+        x_BTD = x_BTD.astype(config.dtype)
+        return embedding.attend(x_BTD) if config.head == "tied" else Head(config, name="head")(x_BTD)
+
+    def _inputs(
+        self, valid_BT: Array | None, segments_BT: Array | None, positions_BT: Array
+    ) -> tuple[AttentionInputs, LayerInputs]:
+        """Return what all blocks' attention reads, and what differs from block to block."""
+        config = self.config
+        windows = {size or None for size in config.window}
+        layers = LayerInputs()
+        if len(windows) > 1:
+            pattern_of_windows = jnp.asarray(config.window, jnp.int32)
+            layers = LayerInputs(window=jnp.resize(pattern_of_windows, (config.depth,)))
+        pattern = AttentionPattern(
+            causal=True,
+            window=windows.pop() if len(windows) == 1 else None,
+            key_valid_BT=valid_BT,
+            query_segments_BQ=segments_BT,
+            key_segments_BT=segments_BT,
+        )
+        angles = None
+        choice = config.position_choice
+        if choice.name == "rope":
+            angles = rotary_angles(positions_BT, config.head_dim, base=choice.options["base"])
+        return AttentionInputs(pattern, angles), layers
+
+    def _init_blocks(self, key: Array, block: Block) -> Params:
+        """Return the stack's parameters; they depend on no length, so one token is enough to trace."""
+        stream = jnp.zeros((1, 1, self.config.width), self.config.stream_dtype)
+        inputs, layers = self._inputs(None, None, jnp.zeros((1, 1), jnp.int32))
+        return init_blocks(block, key, stream, inputs, layers, depth=self.config.depth)
+
+
+class Head(nn.Module):
+    """An untied head: a kernel [D, V] of its own, no bias."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: Array) -> Array:
+        """Return float32 logits, [B, T, D] -> [B, T, V]."""
+        config = self.config
+        shape = (config.width, config.padded_vocab_size)
+        init = kernel_init(config, "head", fan_in=config.width)
+        return logits(x_BTD, self.param("kernel", init, shape, jnp.dtype(config.param_dtype)))

@@ -1,0 +1,59 @@
+"""Multi-head attention's parameters: query, key, value and output kernels around `functional.attention`.
+
+Kernels stay apart by role ([D, H, K], [D, G, K], [D, G, K], [H, K, D]), so that initial scale, labels, sharding
+and imports never slice a fused one; a fused product can still be formed where it is used.
+"""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+
+from jaxblock.config import ExecutionConfig, ModelConfig
+from jaxblock.functional.attention import ScoreRule, attention
+from jaxblock.functional.dense import dense
+from jaxblock.functional.masks import AttentionPattern
+from jaxblock.functional.positions import alibi_slopes, apply_rotary
+from jaxblock.modules.dropout import site_key
+from jaxblock.modules.kernel import Kernel
+from jaxblock.types import Array
+
+
+class AttentionInputs(NamedTuple):
+    """What attention reads besides the stream; the same for every block, except a per-layer window."""
+
+    pattern: AttentionPattern
+    """Who may attend to whom."""
+    angles: Array | None = None
+    """Rotary angles, float32 [B or 1, T, K/2]; None without rotary positions."""
+
+
+class Attention(nn.Module):
+    """Multi-head, multi-query or grouped-query self-attention, the module alone: no norm, no residual."""
+
+    config: ModelConfig
+    execution: ExecutionConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: Array, inputs: AttentionInputs) -> Array:
+        """Return attention's output, [B, T, D] -> [B, T, D] in x's dtype."""
+        config = self.config
+        width, heads, kv_heads, head_dim = config.width, config.heads, config.num_kv_heads, config.head_dim
+        q_BTHK = dense(x_BTD, *Kernel(config, "query", (width, heads, head_dim), name="query")())
+        k_BTGK = dense(x_BTD, *Kernel(config, "key", (width, kv_heads, head_dim), name="key")())
+        v_BTGK = dense(x_BTD, *Kernel(config, "value", (width, kv_heads, head_dim), name="value")())
+        positions = config.position_choice
+        if inputs.angles is not None:
+            convention = positions.options["convention"]
+            q_BTHK = apply_rotary(q_BTHK, inputs.angles, convention=convention)
+            k_BTGK = apply_rotary(k_BTGK, inputs.angles, convention=convention)
+        scores = ScoreRule(
+            soft_cap=config.soft_cap,
+            alibi_slopes_H=alibi_slopes(heads) if positions.name == "alibi" else None,
+            dropout_rate=config.attention_dropout,
+            dropout_key=site_key(self, config.attention_dropout),
+        )
+        y_BTHK = attention(
+            q_BTHK, k_BTGK, v_BTGK, inputs.pattern, scores=scores, implementation=self.execution.attention
+        )
+        output = Kernel(config, "output", (heads, head_dim, width), axes=2, name="output")
+        return dense(y_BTHK, *output(), axes=2)

@@ -1,0 +1,52 @@
+"""Token and position tables: the stream's first value, and the tied head."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from jaxblock.config import ModelConfig
+from jaxblock.functional.dense import embed, logits
+from jaxblock.functional.positions import learned, sinusoidal
+from jaxblock.modules.kernel import kernel_init
+from jaxblock.types import Array
+
+
+class Embedding(nn.Module):
+    """A table [V, D] that reads tokens into the stream and, when tied, reads logits out of it."""
+
+    config: ModelConfig
+
+    def setup(self) -> None:
+        """Declare the table; its fan-in is D, as the head's is."""
+        shape = (self.config.padded_vocab_size, self.config.width)
+        init = kernel_init(self.config, "embedding", fan_in=self.config.width)
+        self.table = self.param("table", init, shape, jnp.dtype(self.config.param_dtype))
+
+    def __call__(self, tokens_BT: Array) -> Array:
+        """Return the rows of `tokens_BT`, [B, T] -> [B, T, D] in the stream's dtype."""
+        return embed(self.table, tokens_BT).astype(self.config.stream_dtype)
+
+    def attend(self, x_BTD: Array) -> Array:
+        """Return float32 logits against the table, [B, T, D] -> [B, T, V]."""
+        return logits(x_BTD, self.table.T)
+
+
+class PositionTable(nn.Module):
+    """Learned (a table [context, D]) or sinusoidal positions, added to the token embedding."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, positions_BT: Array) -> Array:
+        """Return position vectors, [B or 1, T] -> [B or 1, T, D] in the stream's dtype.
+
+        Raises:
+          ValueError: more positions than the learned table has rows.
+        """
+        config = self.config
+        if config.position_choice.name == "sinusoidal":
+            table = sinusoidal(positions_BT.shape[-1], config.width)
+        else:
+            init = kernel_init(config, "position", fan_in=config.width)
+            shape = (config.context, config.width)
+            table = self.param("table", init, shape, jnp.dtype(config.param_dtype))
+        return learned(table, positions_BT).astype(config.stream_dtype)

@@ -1,0 +1,30 @@
+"""The position-wise feed-forward's parameters, D -> F -> D, plain or gated, around `functional.feed_forward`."""
+
+import flax.linen as nn
+
+from jaxblock.config import ModelConfig
+from jaxblock.functional.feed_forward import FeedForwardWeights, GatedWeights, feed_forward, gated_feed_forward
+from jaxblock.modules.dropout import Dropout
+from jaxblock.modules.kernel import Kernel
+from jaxblock.types import Array
+
+
+class FeedForward(nn.Module):
+    """down(activation(up(x))), or down(activation(gate(x)) * up(x)) where the config's choice is gated."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: Array) -> Array:
+        """Return the branch's output, [B, T, D] -> [B, T, D] in x's dtype."""
+        config = self.config
+        wide, narrow = (config.width, config.num_hidden), (config.num_hidden, config.width)
+        dropout = Dropout(config.hidden_dropout, name="hidden_dropout")
+        up, up_bias = Kernel(config, "up", wide, name="up")()
+        down, down_bias = Kernel(config, "down", narrow, name="down")()
+        if not config.gated:
+            weights = FeedForwardWeights(up, down, up_bias, down_bias)
+            return feed_forward(x_BTD, weights, config.feed_forward, hidden_dropout=dropout)
+        gate, gate_bias = Kernel(config, "gate", wide, name="gate")()
+        weights = GatedWeights(gate, up, down, gate_bias, up_bias, down_bias)
+        return gated_feed_forward(x_BTD, weights, config.feed_forward, hidden_dropout=dropout)

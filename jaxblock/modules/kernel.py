@@ -1,0 +1,46 @@
+"""The weights of a dense product y = x W + b, their initial scale set by the role the kernel plays."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxblock.config import ModelConfig
+from jaxblock.functional.initial_values import normal, standard_deviation
+from jaxblock.types import Array
+
+
+def kernel_init(config: ModelConfig, role: str, *, fan_in: int) -> nn.initializers.Initializer:
+    """Return the initializer of a kernel or table with this role and fan-in."""
+    rule, options = config.initialization_choice
+    std = standard_deviation(rule, role, fan_in=fan_in, blocks=config.depth, std=options.get("std", 0.0))
+
+    def init(key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.float32, out_sharding=None):
+        del out_sharding  # part of Flax's initializer protocol; sharding comes from the rules table
+        return normal(key, shape, dtype, std=std)
+
+    return init
+
+
+class Kernel(nn.Module):
+    """Declare the weights of one dense product and return them: the arithmetic is `functional.dense`.
+
+    Parameters: `kernel` [*in, *out] and, where the config has biases, `bias` [*out], both in `param_dtype`.
+    `axes` is the number of leading axes that are inputs.
+    """
+
+    config: ModelConfig
+    role: str
+    shape: tuple[int, ...]
+    axes: int = 1
+
+    @nn.compact
+    def __call__(self) -> tuple[Array, Array | None]:
+        """Return (kernel, bias); the bias is None where the config has none."""
+        dtype = jnp.dtype(self.config.param_dtype)
+        init = kernel_init(self.config, self.role, fan_in=math.prod(self.shape[: self.axes]))
+        kernel = self.param("kernel", init, self.shape, dtype)
+        if not self.config.bias:
+            return kernel, None
+        return kernel, self.param("bias", nn.initializers.zeros, self.shape[self.axes :], dtype)

@@ -1,0 +1,63 @@
+"""The one function that runs every sublayer: whatever is common to all connections is here, so a rule stays one line."""
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxblock import axes
+from jaxblock.types import Array, Branch, Stream
+
+STREAM_AXES = ("batch", "position", "width")
+
+
+def residual(connection, stream: Stream, branch: Branch, *, dtype: jax.typing.DTypeLike) -> Stream:
+    """Connect a branch to the stream.
+
+    The branch is given the array the connection reads, in the compute dtype, and its output is returned to the
+    connection in the dtype it was read in, so that neither a bf16 branch nor a float32 scalar moves the stream's.
+
+    Args:
+      connection: a rule `(stream, f) -> stream`, such as `PreNorm(config)`.
+      stream: the residual stream before the sublayer.
+      branch: [B, T, D] -> [B, T, D], attention or feed-forward, in `dtype`.
+      dtype: the compute dtype.
+
+    Returns:
+      The stream after the sublayer: same structure, shapes and dtypes.
+
+    Raises:
+      ValueError: the rule called the branch twice or never, or changed the stream's structure, shape or dtype.
+      AssertionError: the branch changed the shape of what it read.
+    """
+    name = type(connection).__name__
+    calls = 0
+
+    def f(h: Array) -> Array:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise ValueError(f"residual connection {name} called its branch twice; it must call f exactly once")
+        y = branch(axes.constrain(h.astype(dtype), *STREAM_AXES))
+        chex.assert_equal_shape([h, y])
+        return checkpoint_name(axes.constrain(y, *STREAM_AXES), "branch_out").astype(h.dtype)
+
+    after = connection(stream, f)
+    if calls == 0:
+        raise ValueError(f"residual connection {name} never called its branch; it must call f exactly once")
+    _check_same_stream(name, stream, after)
+    return after
+
+
+def _check_same_stream(name: str, before: Stream, after: Stream) -> None:
+    """Raise ValueError unless two streams have the same structure, shapes and dtypes."""
+
+    def form(stream: Stream) -> tuple:
+        leaves, structure = jax.tree.flatten(stream)
+        return [(jnp.shape(x), jnp.result_type(x).name) for x in leaves], str(structure)
+
+    if form(before) != form(after):
+        raise ValueError(
+            f"residual connection {name} was given a stream of {form(before)} and returned {form(after)}; "
+            "a connection keeps the stream's structure, shapes and dtypes"
+        )

@@ -1,0 +1,153 @@
+"""TOML and command-line text to a checked `TrainConfig`, and back; every refusal is one sentence (ValueError).
+
+A section that a file leaves out is as in `configs/quickstart.toml`; a section it opens is complete in itself.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pydantic
+import tomli_w
+
+from jaxblock.contracts import nearest
+from jaxblock.training.config import TrainConfig
+
+
+class Field(NamedTuple):
+    """One field of a section as `--help` shows it."""
+
+    section: str
+    name: str
+    type: str
+    description: str
+    default: Any
+
+    @property
+    def path(self) -> str:
+        """"section.name", as errors and flags spell it."""
+        return f"{self.section}.{self.name}"
+
+
+def fields() -> Iterator[Field]:
+    """Yield every field of every section, in order."""
+    schema = TrainConfig.model_json_schema()
+    for section, reference in schema["properties"].items():
+        properties = schema["$defs"][reference["$ref"].rsplit("/", 1)[1]]["properties"]
+        for name, entry in properties.items():
+            kinds = [part.get("type") for part in entry.get("anyOf", [entry])]
+            default = reference["default"][name]
+            yield Field(section, name, str(kinds[0]), entry["description"], default)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Return a TOML file's values.
+
+    Raises:
+      ValueError: the file is missing, unreadable or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError as error:
+        near = nearest(path.name, [file.name for file in path.parent.glob("*.toml")])
+        raise ValueError(f"config file {str(path)!r} does not exist{near}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"config file {str(path)!r} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"config file {str(path)!r} is not TOML: {error}") from error
+
+
+def parse_override(path: str, text: str) -> Any:
+    """Return the value a flag's text stands for: text where the field is text, else a TOML literal or "none"."""
+    kinds = {field.path: field.type for field in fields()}
+    if text == "none":
+        return None
+    if kinds[path] == "string":
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        literal = text.lower()
+        return {"true": True, "false": False}.get(literal, text)
+
+
+def build_config(values: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+    """Return the checked config of a file's values with `overrides` ({"model.depth": 6}) on top.
+
+    Raises:
+      ValueError: an unknown key, a missing one, a wrong type or a value that is not allowed.
+    """
+    _check_keys(values)
+    merged = TrainConfig().model_dump()
+    for section, entries in values.items():
+        merged[section] = entries
+    for path, value in (overrides or {}).items():
+        section, name = path.split(".")
+        merged[section] = {**merged[section], name: value}
+    try:
+        # In JSON, strict still reads a list as a tuple and a table as a record; nothing else is converted.
+        return TrainConfig.model_validate_json(json.dumps(merged, default=str))
+    except pydantic.ValidationError as error:
+        raise ValueError(_sentence(error)) from error
+
+
+def write_config(config: TrainConfig, path: Path) -> None:
+    """Write the resolved config as TOML."""
+    path.write_bytes(tomli_w.dumps(config.as_dict()).encode())
+
+
+def differences(ours: TrainConfig, theirs: TrainConfig) -> list[str]:
+    """Return "section.field: ours, theirs" for every field in which two configs differ."""
+    left, right = ours.model_dump(), theirs.model_dump()
+    return [
+        f"{field.path}: {left[field.section][field.name]!r}, {right[field.section][field.name]!r}"
+        for field in fields()
+        if left[field.section][field.name] != right[field.section][field.name]
+    ]
+
+
+def check_path(path: str, noun: str) -> None:
+    """Raise ValueError unless `path` names a field; the nearest field may stand in another section."""
+    known = [field.path for field in fields()]
+    if path in known:
+        return
+    name = path.rsplit(".", 1)[-1]
+    elsewhere = [other for other in known if other.rsplit(".", 1)[-1] == name]
+    hint = f" (did you mean {elsewhere[0]!r}?)" if elsewhere else nearest(path, known) or _nearest_leaf(name, known)
+    raise ValueError(f"unknown {noun} {path!r}{hint}")
+
+
+def _nearest_leaf(name: str, known: list[str]) -> str:
+    """Compare the last part only: "learning_rte" is far from "optimizer.learning_rate" as a whole."""
+    leaves = {path.rsplit(".", 1)[-1]: path for path in known}
+    hint = nearest(name, leaves)
+    for leaf, path in leaves.items():
+        hint = hint.replace(f"{leaf!r}", f"{path!r}")
+    return hint
+
+
+def _check_keys(values: Mapping[str, Any]) -> None:
+    sections = list(TrainConfig.model_fields)
+    for section, entries in values.items():
+        if section not in sections:
+            if not isinstance(entries, dict):
+                check_path(section, "config key")
+            raise ValueError(f"unknown config section {section!r}; sections: {', '.join(sections)}{nearest(section, sections)}")
+        if not isinstance(entries, dict):
+            raise ValueError(f"config key {section!r} is {entries!r}; it must be a section, [{section}]")
+        for name in entries:
+            check_path(f"{section}.{name}", "config key")
+
+
+def _sentence(error: pydantic.ValidationError) -> str:
+    """Return the first fault of a validation error as one sentence."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"][:2])
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    if first["type"].startswith("missing"):
+        return f"{field} is missing; it has no default"
+    wanted = first["msg"].replace("Input should be ", "it must be ")
+    return f"{field} is {first['input']!r}; {wanted}"

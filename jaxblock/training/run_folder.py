@@ -1,0 +1,119 @@
+"""A run is a folder: config.toml, metrics.jsonl, summary.json, checkpoints/, plots/, sample.txt.
+
+A kill at any moment leaves it readable: lines are appended whole, other files replaced in one move.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxblock.training.config import TrainConfig
+from jaxblock.training.config_file import build_config, differences, read_config_file, write_config
+from jaxblock.training.corpus import Corpus
+
+
+class RunFolder:
+    """The paths and files of one run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.checkpoints = path / "checkpoints"
+        self.plots = path / "plots"
+        self.sample = path / "sample.txt"
+
+    @classmethod
+    def check_new(cls, config: TrainConfig) -> "RunFolder":
+        """Return the folder a new run will have; nothing is written.
+
+        Raises:
+          ValueError: it exists already, or cannot be made.
+        """
+        name = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path = Path(config.run.dir) if config.run.dir is not None else Path("runs") / name
+        if path.exists() or path.is_symlink():
+            raise ValueError(
+                f"run.dir is {str(path)!r}, which exists; choose another, or continue that run with --resume {path}"
+            )
+        parent = next(folder for folder in path.absolute().parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ValueError(f"run.dir is {str(path)!r}, but {str(parent)!r} is not a folder that can be written to")
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """Return an existing run's folder.
+
+        Raises:
+          ValueError: there is no run.
+        """
+        folder = cls(path)
+        if not folder.config.is_file():
+            raise ValueError(f"{str(path)!r} is not a run: it has no config.toml")
+        return folder
+
+    def create(self, config: TrainConfig) -> None:
+        """Make the folder and write the resolved config."""
+        self.path.mkdir(parents=True)
+        self.plots.mkdir()
+        write_config(config, self.config)
+
+    def read_config(self) -> TrainConfig:
+        """Return the run's config."""
+        return build_config(read_config_file(self.config))
+
+    def check_resumable(self, config: TrainConfig) -> None:
+        """Raise ValueError if the run is done, or `config` is not its own, naming every field that differs."""
+        found = differences(config, self.read_config())
+        if found:
+            raise ValueError(
+                f"{str(self.path)!r} cannot be resumed with another config; asked for, and there: {'; '.join(found)}"
+            )
+        if self.summary.exists() and json.loads(self.summary.read_bytes())["status"] == "done":
+            raise ValueError(f"{str(self.path)!r} is done; there is nothing to resume")
+
+    def append_metrics(self, rows: list[dict[str, Any]]) -> None:
+        """Append one line per row to metrics.jsonl."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl; a last line that a kill cut short is left out."""
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_bytes().split(b"\n")
+        return [json.loads(line) for line in lines[:-1] if line]
+
+    def start_metrics(self, corpus: Corpus, *, after: int) -> None:
+        """Open metrics.jsonl with a row about the data, and drop steps after `after`: they will be made again."""
+        first = {
+            "step": 0,
+            "event": "start",
+            "corpus": corpus.source,
+            "corpus_fingerprint": corpus.fingerprint,
+            "bytes_per_token": corpus.bytes_per_token,
+        }
+        kept = [row for row in self.read_metrics() if row["step"] <= after and row.get("event") is None]
+        replace(self.metrics, "".join(json.dumps(row) + "\n" for row in [first, *kept]))
+
+    def reads_bytes(self) -> bool:
+        """Return whether the run's tokens are bytes of text, as its first row of metrics says."""
+        rows = self.read_metrics()
+        if not rows:
+            raise ValueError(f"{str(self.path)!r} has not started: its metrics.jsonl is empty")
+        return rows[0]["bytes_per_token"] is not None
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json."""
+        replace(self.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file in one move: readers see the old text or the new, never a part."""
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

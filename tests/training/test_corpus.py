@@ -1,0 +1,514 @@
+"""The corpus: which tokens a path gives, that the split is disjoint and stable, and what is refused."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxblock.training import corpus as corpus_file
+from jaxblock.training import token_files
+from jaxblock.training.corpus import Corpus, TokenStream, load_corpus
+from jaxblock.training.token_files import TokenFile
+
+FEW = settings(deadline=None, max_examples=40)
+
+
+def load(
+    path: Path | None, *, context: int = 2, vocab_size: int = 256, validation_tokens: int = 50
+) -> Corpus:
+    return load_corpus(path, vocab_size=vocab_size, context=context, validation_tokens=validation_tokens)
+
+
+def everything(stream: TokenStream) -> list[int]:
+    return stream.read(0, len(stream)).tolist()
+
+
+def content(stream: TokenStream) -> bytes:
+    return bytes(everything(stream))
+
+
+def write_folder(folder: Path, names: list[str]) -> Path:
+    """Files of 60 to 100 bytes; each file's bytes are its own, so a token tells its file."""
+    for number, name in enumerate(names):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes([65 + number]) * (60 + 7 * number % 41))
+    return folder
+
+
+NAMES = ["a.txt", "b.py", "deep/c.md", "deep/er/d", "e.txt", "f.txt"]
+
+
+# --- TokenStream
+
+
+@FEW
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.data())
+def test_a_stream_reads_like_the_joined_arrays(sizes, data):
+    numbers = iter(range(1000))
+    arrays = [np.array([next(numbers) for _ in range(size)], np.uint16) for size in sizes]
+    joined, owners = np.concatenate(arrays), np.repeat(np.arange(len(sizes)), sizes)
+    stream = TokenStream(arrays)
+    start = data.draw(st.integers(0, len(joined)))
+    count = data.draw(st.integers(0, len(joined) - start))
+    tokens, segments = stream.read(start, count), stream.segments(start, count)
+    assert len(stream) == len(joined)
+    assert tokens.dtype == segments.dtype == np.int32
+    assert stream.starts.dtype == np.int64
+    np.testing.assert_array_equal(tokens, joined[start : start + count])
+    np.testing.assert_array_equal(
+        np.diff(segments), np.diff(np.unique(owners[start : start + count], return_inverse=True)[1])
+    )
+    assert count == 0 or segments[0] == 1
+
+
+@pytest.mark.parametrize(("start", "count"), [(-1, 2), (3, 3), (6, 0), (0, -1)])
+def test_a_stream_refuses_a_span_outside_of_it(start, count):
+    stream = TokenStream([np.arange(5, dtype=np.uint8)])
+    for read in (stream.read, stream.segments):
+        with pytest.raises(ValueError, match="outside the stream of 5 tokens"):
+            read(start, count)
+
+
+def test_starts_can_be_given_for_documents_inside_an_array():
+    stream = TokenStream([np.arange(5, dtype=np.uint8)], np.array([0, 3]))
+    assert stream.segments(0, 5).tolist() == [1, 1, 1, 2, 2]
+    assert stream.segments(3, 2).tolist() == [1, 1]
+
+
+# --- text
+
+
+AWKWARD = {
+    "utf8": "naïve — 😀".encode(),
+    "no_utf8": b"it\x92s",
+    "bom": b"\xef\xbb\xbfabc",
+    "crlf": b"one\r\ntwo\rthree\n",
+    "nul": b"a\0b",
+}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_b84_a_text_file_is_its_bytes(tmp_path, name):
+    text = AWKWARD[name] * 10
+    (tmp_path / "x.txt").write_bytes(text)
+    corpus = load(tmp_path / "x.txt")
+    assert content(corpus.train) + content(corpus.validation) == text
+    assert corpus.bytes_per_token == 1
+
+
+@pytest.mark.parametrize("name", ["no_utf8", "bom", "crlf"])
+def test_b84_control_decoding_would_change_these_texts(tmp_path, name):
+    (tmp_path / "x.txt").write_bytes(AWKWARD[name])
+    decoded = (tmp_path / "x.txt").read_text(encoding="utf-8-sig", errors="replace")
+    assert decoded.encode("utf-8") != AWKWARD[name]
+
+
+def test_b84_the_locale_does_not_matter(tmp_path):
+    (tmp_path / "naïve — 😀.txt").write_bytes(AWKWARD["utf8"] * 9)
+    (tmp_path / "b.jsonl").write_text('{"text": "naïve — 😀"}\n' * 9, encoding="utf-8")
+    (tmp_path / "c.txt").write_bytes(AWKWARD["no_utf8"] * 20)
+    code = (
+        "import sys, pathlib; from jaxblock.training.corpus import load_corpus as load;"
+        "print(load(pathlib.Path(sys.argv[1]), vocab_size=256, context=2, validation_tokens=50).fingerprint)"
+    )
+    plain = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, **plain},
+        capture_output=True,
+        check=True,
+    )
+    assert run.stdout.decode("ascii").strip() == load(tmp_path).fingerprint
+
+
+def test_a_mapped_file_equals_a_read_one(tmp_path, monkeypatch):
+    (tmp_path / "x.txt").write_bytes(bytes(range(256)) * 4)
+    read = load(tmp_path / "x.txt")
+    monkeypatch.setattr(token_files, "MAPPED_BYTES", 1)
+    mapped = load(tmp_path / "x.txt")
+    assert content(mapped.train) == content(read.train)
+    assert mapped.fingerprint == read.fingerprint
+
+
+def test_one_file_gives_its_tail_to_validation(tmp_path):
+    text = bytes(range(200))
+    (tmp_path / "x.txt").write_bytes(text)
+    tenth = load(tmp_path / "x.txt")
+    assert content(tenth.validation) == text[180:]
+    few = load(tmp_path / "x.txt", validation_tokens=7)
+    assert content(few.validation) == text[193:]
+    assert content(few.train) == text[:193]
+
+
+def test_bytes_need_256_ids(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match=r"vocab_size is 255; .* at least 256 for the bytes of .*x\.txt"):
+        load(tmp_path / "x.txt", vocab_size=255)
+
+
+# --- JSONL
+
+
+def test_jsonl_texts_are_documents(tmp_path):
+    lines = [
+        b'\xef\xbb\xbf{"text": "abc"}\r\n',
+        b"\n",
+        b'{"id": 1, "text": ""}\n',
+        '{"text": "ü\\n😀"}'.encode(),
+    ]
+    (tmp_path / "x.JSONL").write_bytes(b"".join(lines))
+    file = token_files.read_jsonl(tmp_path / "x.JSONL", "x.JSONL")
+    assert file.tokens.tobytes() == "abcü\n😀".encode()
+    assert file.starts.tolist() == [0, 3]
+
+
+def test_jsonl_documents_keep_their_seams_through_the_split(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "0123456"}\n' * 10)
+    corpus = load(tmp_path / "x.jsonl", validation_tokens=7)
+    assert corpus.train.starts.tolist() == list(range(0, 63, 7))
+    assert content(corpus.validation) == b"0123456"
+    cut = load(tmp_path / "x.jsonl", validation_tokens=5)
+    assert len(cut.train) == 65
+    assert cut.train.starts.tolist() == list(range(0, 65, 7))
+    assert cut.validation.starts.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "a"', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"text": 3}', "string field"),
+        (b'{"body": "a"}', "string field"),
+        (b'["text"]', "string field"),
+        (b'{"text": "it\x92s"}', "not UTF-8 at byte 12"),
+        (b'{"text": "\\ud800"}', "lone surrogate"),
+    ],
+)
+def test_b84_a_bad_jsonl_line_is_named(tmp_path, line, reason):
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
+    with pytest.raises(ValueError, match=rf"x\.jsonl, line 3, .*{reason}"):
+        load(tmp_path)
+
+
+# --- folders
+
+
+def test_a_folder_leaves_out_what_is_no_text_and_says_so(tmp_path):
+    write_folder(tmp_path, ["a.txt", "b.txt", "sub/c.txt"])
+    write_folder(tmp_path, [".hidden", ".git/config", "__pycache__/x.pyc", "sub/.deep/x"])
+    (tmp_path / "image.png").write_bytes(b"\x89PNG" + b"x" * 500 + b"\0" + b"x" * 500)
+    (tmp_path / "late.txt").write_bytes(b"l" * 8192 + b"\0")
+    (tmp_path / "sub" / "firmware.bin").write_bytes(b"\1\2")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "broken").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    corpus = load(tmp_path, validation_tokens=10**6)
+    notes = " ".join(corpus.notes)
+    for note in (
+        "Skipped 1 binary files",
+        "Skipped 1 empty files",
+        "Skipped 2 entries that are no regular",
+        "Skipped 1 .bin files",
+        "Skipped 4 hidden",
+    ):
+        assert note in notes
+    assert "in 4 files" in corpus.source
+    assert set(content(corpus.train) + content(corpus.validation)) <= set(b"ABCl\0")
+
+
+def test_links_are_followed_once(tmp_path):
+    outside = write_folder(tmp_path / "outside", ["x.txt"])
+    folder = write_folder(tmp_path / "corpus", NAMES)
+    plain = load(folder)
+    (folder / "deep" / "loop").symlink_to(folder, target_is_directory=True)
+    (folder / "0_alias.txt").symlink_to(folder / "a.txt")
+    linked = load(folder)
+    assert linked.fingerprint == plain.fingerprint
+    assert "Skipped 1 files that are links to another one." in linked.notes
+    (folder / "more").symlink_to(outside, target_is_directory=True)
+    assert "in 7 files" in load(folder).source
+
+
+def test_the_split_is_by_file_and_disjoint(tmp_path):
+    folder = write_folder(tmp_path, NAMES)
+    corpus = load(folder)
+    train, validation = set(content(corpus.train)), set(content(corpus.validation))
+    total = sum((folder / name).stat().st_size for name in NAMES)
+    assert train
+    assert validation
+    assert not train & validation
+    assert len(corpus.validation) == total // 10
+
+
+def test_the_split_is_stable_wherever_the_folder_lies(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "here", NAMES)
+    before = load(folder)
+    moved = tmp_path / "some" / ".where" / "else"
+    shutil.copytree(folder, moved)
+    walk = os.walk
+
+    def walk_backwards(top, onerror, followlinks):
+        for root, folders, names in walk(top, onerror=onerror, followlinks=followlinks):
+            folders.reverse()
+            yield root, folders, sorted(names, reverse=True)
+
+    monkeypatch.setattr(os, "walk", walk_backwards)
+    after = load(moved)
+    assert everything(after.train) == everything(before.train)
+    assert everything(after.validation) == everything(before.validation)
+    assert after.fingerprint == before.fingerprint
+
+
+@pytest.mark.parametrize("change", ["content", "name", "validation"])
+def test_the_fingerprint_sees_every_change(tmp_path, change):
+    folder = write_folder(tmp_path, NAMES)
+    before = load(folder).fingerprint
+    if change == "content":
+        (folder / "e.txt").write_bytes(b"?" + (folder / "e.txt").read_bytes()[1:])
+        assert load(folder).fingerprint != before
+    elif change == "name":
+        (folder / "e.txt").rename(folder / "e2.txt")
+        assert load(folder).fingerprint != before
+    else:
+        assert load(folder, validation_tokens=9).fingerprint != before
+    assert len(before) == 16
+
+
+@FEW
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=12), st.integers(1, 30))
+def test_any_two_files_give_two_disjoint_streams(sizes, validation_tokens):
+    files = [
+        TokenFile(f"{number}.txt", np.full(size, number, np.uint8), np.zeros(1, np.int64))
+        for number, size in enumerate(sizes)
+    ]
+    total = sum(sizes)
+    wanted = min(validation_tokens, max(1, total // 10))
+    train, validation = corpus_file._split_by_file(files, wanted)
+    assert train
+    assert validation
+    assert not {file.name for file in train} & {file.name for file in validation}
+    assert all(2 * sizes[int(file.name[:-4])] <= total for file in validation)
+    held = sum(map(len, validation))
+    assert held <= wanted
+    # Less than wanted only when every file that may go to validation went there whole.
+    assert held == wanted or all(2 * len(file) > total for file in train)
+
+
+# --- .bin shards
+
+
+def write_shard(path: Path, tokens, *, header=None) -> Path:
+    start = b"" if header is None else np.array(header + [0] * (256 - len(header)), "<i4").tobytes()
+    path.write_bytes(start + np.asarray(tokens, "<u2").tobytes())
+    return path
+
+
+@pytest.mark.parametrize("header", [None, [20240520, 1, 500]])
+def test_a_shard_holds_uint16_tokens(tmp_path, header):
+    tokens = np.arange(500) * 131
+    corpus = load(write_shard(tmp_path / "x.bin", tokens, header=header), vocab_size=65536)
+    assert everything(corpus.train) + everything(corpus.validation) == tokens.tolist()
+    assert len(corpus.validation) == 50
+    assert corpus.bytes_per_token is None
+
+
+def test_shards_named_val_are_validation(tmp_path):
+    write_shard(tmp_path / "web_train_0.bin", np.full(100, 1))
+    write_shard(tmp_path / "web_train_1.bin", np.full(100, 2), header=[20240520, 1, 100])
+    write_shard(tmp_path / "web_VAL_0.bin", np.full(100, 3))
+    (tmp_path / "input.txt").write_text("not read")
+    corpus = load(tmp_path, vocab_size=4)
+    assert everything(corpus.train) == [1] * 100 + [2] * 100
+    assert everything(corpus.validation) == [3] * 50
+    assert corpus.train.starts.tolist() == [0, 100]
+    assert corpus.notes == ("Skipped 1 files or folders beside the .bin shards.",)
+
+
+def test_without_a_val_shard_the_tail_is_validation(tmp_path):
+    write_shard(tmp_path / "1.bin", np.full(5, 1))
+    write_shard(tmp_path / "0.bin", np.full(95, 0))
+    corpus = load(tmp_path, vocab_size=4)
+    assert everything(corpus.train) == [0] * 90
+    assert everything(corpus.validation) == [0] * 5 + [1] * 5
+    assert corpus.validation.starts.tolist() == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty"),
+        (b"abc", "odd number of bytes, 3"),
+        (np.array([20240520, 1, 9], "<i4").tobytes(), "12 bytes: a header of 1024 bytes and no tokens"),
+        (np.array([20240520, 1, 9] + [0] * 257, "<i4").tobytes(), "promises 9 tokens, but the file holds 8"),
+        (np.array([20240520, 2, 8] + [0] * 257, "<i4").tobytes(), "header version 2; only version 1"),
+        (np.array([20240801, 7, 4] + [0] * 257, "<i4").tobytes(), "uint32 tokens"),
+    ],
+)
+def test_b85_a_broken_shard_is_refused(tmp_path, content, reason):
+    write_shard(tmp_path / "good.bin", np.arange(100))
+    (tmp_path / "bad.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"bad\.bin .*{reason}"):
+        load(tmp_path)
+
+
+def test_an_id_outside_the_vocabulary_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "_SCAN_TOKENS", 7)
+    tokens = np.arange(100) % 50
+    tokens[[61, 80]] = 50, 99
+    path = write_shard(tmp_path / "x.bin", tokens)
+    with pytest.raises(ValueError, match=r"x\.bin holds the token id 50 at offset 61 .*vocab_size is 50"):
+        load(path, vocab_size=50)
+    assert len(load(path, vocab_size=100).train) == 90
+
+
+def test_b86_a_token_behind_16_gib_is_found(tmp_path):
+    place, marker = 2**33, 40_961  # byte 17 179 869 184: offset 0 if a product wraps at 32 bits
+    path = tmp_path / "large.bin"
+    with open(path, "wb") as file:
+        file.truncate(2 * (place + 10_000))
+        file.seek(2 * place)
+        file.write(np.array([marker], "<u2").tobytes())
+    corpus = load(path, vocab_size=65536, validation_tokens=1000)
+    assert len(corpus.train) == place + 9000
+    assert corpus.train.read(2**20 * 8192 - 1, 3).tolist() == [0, marker, 0]
+    assert corpus.train.read(0, 2).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("place", [0, 99_999])
+def test_a_large_shard_is_sampled_at_both_ends(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(corpus_file, "_SAMPLED_BYTES", 1000)
+    monkeypatch.setattr(corpus_file, "_BLOCK_TOKENS", 16)
+    tokens = np.zeros(100_000, np.uint16)
+    path = write_shard(tmp_path / "x.bin", tokens)
+    before = load(path).fingerprint
+    tokens[place] = 1
+    assert load(write_shard(path, tokens)).fingerprint != before
+
+
+# --- refusals
+
+
+def test_b76_a_corpus_shorter_than_the_context(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"0123456789")
+    with pytest.raises(ValueError, match=r"train split of .*x\.txt holds 9 of 10 tokens.*context \+ 1 = 17"):
+        load(tmp_path / "x.txt", context=16)
+    (tmp_path / "y.txt").write_bytes(b"x" * 400)
+    with pytest.raises(ValueError, match=r"validation split of .*y\.txt holds 40 of 400 .*context \+ 1 = 41"):
+        load(tmp_path / "y.txt", context=40)
+    assert len(load(tmp_path / "y.txt", context=39).validation) == 40
+
+
+def test_b85_nothing_but_empty_files(tmp_path):
+    (tmp_path / "x.txt").touch()
+    with pytest.raises(ValueError, match=r"x\.txt is empty"):
+        load(tmp_path / "x.txt")
+    (tmp_path / "y.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(ValueError, match=r"holds no file with text .*Skipped 2 empty files"):
+        load(tmp_path)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"none holds no file with text$"):
+        load(tmp_path / "none")
+
+
+def test_b85_one_empty_file_among_three_is_skipped_with_a_note(tmp_path):
+    folder = write_folder(tmp_path, ["a.txt", "b.txt"])
+    whole = load(folder)
+    (folder / "c.txt").touch()
+    corpus = load(folder)
+    assert corpus.notes == ("Skipped 1 empty files.",)
+    assert corpus.fingerprint == whole.fingerprint
+
+
+def test_a_path_that_cannot_be_read_is_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "input.txt").write_bytes(b"x" * 100)
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in {
+        "imput.txt": r"imput\.txt does not exist \(did you mean 'input.txt'\?\)",
+        "no/where": "does not exist",
+        "input.txt/x": "does not exist",
+        "x" * 300: "cannot be read: File name too long",
+        "pipe": "neither a file nor a folder",
+    }.items():
+        with pytest.raises(ValueError, match=reason):
+            load(tmp_path / name)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"input\.txt cannot be read: Permission denied"):
+        load(tmp_path / "input.txt")
+
+
+def test_a_folder_that_cannot_be_listed_is_a_sentence(tmp_path, monkeypatch):
+    write_folder(tmp_path, NAMES)
+    scandir = os.scandir
+
+    def refuse(path):
+        if Path(path).name == "deep":
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match="cannot be read: Permission denied"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "context", "validation_tokens"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, True])
+def test_sizes_are_whole_numbers(field, value):
+    sizes = {"vocab_size": 256, "context": 4, "validation_tokens": 10, field: value}
+    with pytest.raises(ValueError, match=rf"{field} is {value}; .* whole number of at least 1"):
+        load_corpus(None, **sizes)
+
+
+# --- the standard library
+
+
+def test_the_default_corpus_is_the_standard_library():
+    corpus = load_corpus(None, vocab_size=256, context=256)
+    again = load_corpus(None, vocab_size=256, context=256)
+    assert corpus.fingerprint == again.fingerprint
+    assert len(corpus.validation) == 262_144
+    assert len(corpus.train) > 5_000_000
+    assert corpus.source.startswith("the standard library of Python 3.")
+    assert b"def " in bytes(corpus.train.read(0, 100_000).tolist())
+
+
+def test_the_default_corpus_is_portable_source_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
+    write_folder(tmp_path, ["os.py", "json/decoder.py", "re/_parser.py"])
+    plain = load(None)
+    for name in (
+        "test/test_os.py",
+        "json/tests/x.py",
+        "idlelib/idle_test/x.py",
+        "site-packages/x.py",
+        "dist-packages/x.py",
+        "__pycache__/x.py",
+        "_sysconfigdata__linux.py",
+        "config-3.11-x/python-config.py",
+        "LICENSE.txt",
+    ):
+        write_folder(tmp_path, [name])
+    assert load(None).fingerprint == plain.fingerprint
+    assert load(None).notes == ()
+    write_folder(tmp_path, ["testing.py"])
+    assert load(None).fingerprint != plain.fingerprint
+
+
+@pytest.mark.parametrize("folder", ["empty", "missing"])
+def test_a_python_without_sources_asks_for_a_path(tmp_path, monkeypatch, folder):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path / folder)}.__getitem__)
+    with pytest.raises(ValueError, match=r"no \.py sources .* --data\.path"):
+        load(None)
