@@ -1,5 +1,20 @@
-"""Transformer blocks as pure functions of JAX arrays."""
+"""Transformer blocks as pure functions of JAX arrays: residual topologies, training, depth scaling.
 
+Importing this loads jax, flax and chex, nothing more; `jaxblock.training` brings the rest when it is imported.
+"""
+
+from jaxblock import functional, residual
+from jaxblock.config import ExecutionConfig, ModelConfig
+from jaxblock.models import Block, Decoder, generate
 from jaxblock.version import __version__
 
-__all__ = ["__version__"]
+__all__ = [
+    "Block",
+    "Decoder",
+    "ExecutionConfig",
+    "ModelConfig",
+    "__version__",
+    "functional",
+    "generate",
+    "residual",
+]

@@ -7,8 +7,8 @@ one row, or the model is refused. Modules know axis names and no mesh: `constrai
 import re
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
+from flax.linen import spmd
 
 from jaxblock.types import Array, Params
 
@@ -45,7 +45,9 @@ PARAMETERS: tuple[ParameterRule, ...] = (
     _block(r"(attention_|feed_forward_)?connection/[a-z_]*norm[a-z_]*/(scale|bias)", "norm", "width"),
     # Whatever else a residual connection declares: mixing weights, gates, branch scales.
     ParameterRule(
-        r"blocks/(attention_|feed_forward_)?connection/(?![a-z_]*norm[a-z_]*/(scale|bias)$).*", "connection", None
+        r"blocks/(attention_|feed_forward_)?connection/(?![a-z_]*norm[a-z_]*/(scale|bias)$).*",
+        "connection",
+        None,
     ),
     ParameterRule("final_norm/(scale|bias)", "norm", ("width",)),
     ParameterRule("head/kernel", "head", ("width", "vocab")),
@@ -61,7 +63,9 @@ def parameter_rule(path: str) -> ParameterRule:
     rows = [rule for rule in PARAMETERS if re.fullmatch(rule.pattern, path)]
     if len(rows) != 1:
         found = ", ".join(rule.pattern for rule in rows) or "none"
-        raise ValueError(f"parameter {path!r} must match exactly one row of jaxblock.axes.PARAMETERS; it matches: {found}")
+        raise ValueError(
+            f"parameter {path!r} must match exactly one row of jaxblock.axes.PARAMETERS; it matches: {found}"
+        )
     return rows[0]
 
 
@@ -77,4 +81,4 @@ def roles(params: Params) -> Params:
 
 def constrain(x: Array, *names: str | None) -> Array:
     """Constrain an activation's sharding by logical axis names; returns `x` itself where there is no mesh."""
-    return nn.with_logical_constraint(x, names)
+    return spmd.with_logical_constraint(x, names)

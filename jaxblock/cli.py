@@ -41,7 +41,9 @@ def train(arguments: Sequence[str]) -> int:
     from jaxblock.training.run_folder import RunFolder
 
     _check_flags(arguments, known=("config", "resume", "json", "help"), check_path=check_path)
-    command = tyro.cli(_train_command(), prog="jaxblock train", description=train.__doc__, args=list(arguments))
+    command = tyro.cli(
+        _train_command(), prog="jaxblock train", description=train.__doc__, args=list(arguments)
+    )
     overrides = {
         f"{section}.{name}": parse_override(f"{section}.{name}", text)
         for section, entries in vars(command).items()
@@ -69,7 +71,9 @@ def sample(arguments: Sequence[str]) -> int:
     """Continue a prompt with a trained run: jaxblock sample RUN --prompt TEXT."""
     from jaxblock.training.sample_run import sample_run
 
-    command = tyro.cli(SampleCommand, prog="jaxblock sample", description=sample.__doc__, args=list(arguments))
+    command = tyro.cli(
+        SampleCommand, prog="jaxblock sample", description=sample.__doc__, args=list(arguments)
+    )
     given = {name: getattr(command, name) for name in SAMPLE_FIELDS if getattr(command, name) is not None}
     result = sample_run(Path(command.run), given, seed=command.seed)
     print(json.dumps(result._asdict()) if command.json else result.prompt + result.text)
@@ -131,7 +135,9 @@ def _train_command() -> type[TrainCommand]:
     return dataclasses.make_dataclass("TrainOverrides", kinds, bases=(TrainCommand,), frozen=True)
 
 
-def _check_flags(arguments: Sequence[str], *, known: Sequence[str], check_path: Callable[[str, str], None]) -> None:
+def _check_flags(
+    arguments: Sequence[str], *, known: Sequence[str], check_path: Callable[[str, str], None]
+) -> None:
     """Raise ValueError for a flag that no field has, with the nearest one."""
     for argument in arguments:
         if argument.startswith("--"):
@@ -155,7 +161,9 @@ def _report(run: Path, summary: Mapping[str, Any], sample: str) -> str:
 
 def _overview() -> str:
     lines = [f"  {name:8} {command.__doc__}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: jaxblock COMMAND [ARGUMENTS]", "", *lines, "", "jaxblock COMMAND --help tells more."])
+    return "\n".join(
+        ["usage: jaxblock COMMAND [ARGUMENTS]", "", *lines, "", "jaxblock COMMAND --help tells more."]
+    )
 
 
 if __name__ == "__main__":

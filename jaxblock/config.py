@@ -143,7 +143,11 @@ class ModelConfig:
     """Type of the residual stream."""
 
     # Read by pydantic where a TrainConfig holds this; unknown keys and 3.0 for 3 are refused.
-    __pydantic_config__: ClassVar[dict] = {"extra": "forbid", "strict": True, "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict] = {
+        "extra": "forbid",
+        "strict": True,
+        "use_attribute_docstrings": True,
+    }
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -187,12 +191,18 @@ class ModelConfig:
         resolve("model.initialization", self.initialization, INITIALIZATIONS)
         positions = resolve("model.positions", self.positions, POSITIONS)
         if positions.name == "rope":
-            check_choice("model.positions: convention", positions.options["convention"], ("half", "interleaved"))
+            check_choice(
+                "model.positions: convention", positions.options["convention"], ("half", "interleaved")
+            )
             check_number("model.positions: base", positions.options["base"], above=0.0)
             if self.head_dim % 2:
-                raise ValueError(f"model.positions is rope, which needs an even head size; width / heads is {self.head_dim}")
+                raise ValueError(
+                    f"model.positions is rope, which needs an even head size; width / heads is {self.head_dim}"
+                )
         if positions.name == "sinusoidal" and self.width % 2:
-            raise ValueError(f"model.positions is sinusoidal, which needs an even width; model.width is {self.width}")
+            raise ValueError(
+                f"model.positions is sinusoidal, which needs an even width; model.width is {self.width}"
+            )
 
     @property
     def num_kv_heads(self) -> int:
@@ -244,11 +254,15 @@ class ExecutionConfig:
     scan_unroll: int = 1
     """Blocks compiled into one step of the scan over depth: 1 = one compiled block, depth = a plain loop."""
     remat: str = "none"
-    """What the backward pass recomputes: none, full (all), dots (all but dense products), branch_out (all but branch outputs)."""
+    """What the backward pass recomputes: none, full, dots (all but dense products), branch_out (all but branch outputs)."""
     attention: str = "xla"
     """xla, blocked (never makes a [T, T] array), or cudnn (GPU, half precision)."""
 
-    __pydantic_config__: ClassVar[dict] = {"extra": "forbid", "strict": True, "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict] = {
+        "extra": "forbid",
+        "strict": True,
+        "use_attribute_docstrings": True,
+    }
 
     def __post_init__(self) -> None:
         check_integer("execution.scan_unroll", self.scan_unroll, least=1)

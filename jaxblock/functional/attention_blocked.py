@@ -71,9 +71,9 @@ def block_pairs(pattern: AttentionPattern, queries: int, keys: int, block_size: 
 class _Tiling:
     """The arrays cut into blocks, and the block of scores of a pair."""
 
-    q_IBGJK: Array  # noqa: N815
-    k_IBGCK: Array  # noqa: N815
-    v_IBGCK: Array  # noqa: N815
+    q_IBGJK: Array
+    k_IBGCK: Array
+    v_IBGCK: Array
     pattern: AttentionPattern  # arrays padded to whole blocks
     rule: ScoreRule
     offset: int  # position of query 0 among the keys
@@ -138,8 +138,9 @@ def _attend_forward(
         y_BGJK = fade_BGJ[..., None] * _at(y_IBGJK, i) + y_BGJK
         return (_put(y_IBGJK, i, y_BGJK), _put(top_IBGJ, i, top_BGJ), _put(total_IBGJ, i, total_BGJ)), None
 
-    shape = tiling.q_IBGJK.shape
-    start = (jnp.zeros(shape, wide), jnp.full(shape[:-1], -jnp.inf, wide), jnp.zeros(shape[:-1], wide))
+    # `*_like`: under shard_map a scan's carry must vary over the same mesh axes from its first step on.
+    zeros_IBGJK = jnp.zeros_like(tiling.q_IBGJK, dtype=wide)
+    start = (zeros_IBGJK, jnp.full_like(zeros_IBGJK[..., 0], -jnp.inf), zeros_IBGJK[..., 0])
     pairs = block_pairs(pattern, queries, keys, block_size)
     (y_IBGJK, top_IBGJ, total_IBGJ), _ = jax.lax.scan(step, start, jnp.asarray(pairs))
     some = total_IBGJ > 0
@@ -177,8 +178,8 @@ def _attend_backward(
         dk = jnp.einsum("bgjc,bgjk->bgck", ddots, q_BGJK, preferred_element_type=wide)
         return (_add(dq_IBGJK, i, dq), _add(dk_IBGCK, j, dk), _add(dv_IBGCK, j, dv)), None
 
-    keys_start = jnp.zeros(tiling.k_IBGCK.shape, wide)
-    start = (jnp.zeros(tiling.q_IBGJK.shape, wide), keys_start, keys_start)
+    zeros_IBGCK = jnp.zeros_like(tiling.k_IBGCK, dtype=wide)
+    start = (jnp.zeros_like(tiling.q_IBGJK, dtype=wide), zeros_IBGCK, zeros_IBGCK)
     pairs = block_pairs(pattern, queries, keys, block_size)
     (dq_IBGJK, dk_IBGCK, dv_IBGCK), _ = jax.lax.scan(step, start, jnp.asarray(pairs))
     dq_BQHK = _join(dq_IBGJK, tiling.repeats, queries).astype(q_BQHK.dtype)

@@ -28,7 +28,7 @@ class ScoreRule:
 
     scale: float | None = None
     soft_cap: float | None = None
-    alibi_slopes_H: Array | None = None  # noqa: N815
+    alibi_slopes_H: Array | None = None
     dropout_rate: float = 0.0
     dropout_key: Array | None = None
 

@@ -73,40 +73,32 @@ def cross_entropy(
     p = softmax of the logits, log Z their log-sum-exp, q one-hot at the target, or with smoothing a
     (1 - a) * one-hot + a / V over the entries that exist. Computed in float32 whatever the logits' dtype
     (float64 for float64 logits).
-
     An entry exists when its id is below `vocab_size` and its logit is above -inf; one that does not takes no
     probability, no smoothing mass and no gradient. Where valid_BT is False, logits and target may hold
-    anything, NaN and id -1 included, without effect. The value of an id cannot be checked while tracing: a
-    real target outside the vocabulary makes the loss NaN, so that it is loud.
+    anything, NaN and id -1 included, without effect. An id's value cannot be checked while tracing: a real
+    target outside the vocabulary makes the loss NaN, so that it is loud.
 
     Raises ValueError for a valid_BT that is not boolean or a vocab_size above V, AssertionError (chex) for
-    shapes that do not match. Sources: smoothing arXiv 1512.00567, eq. 7; z-loss arXiv 2204.02311, section 5.
+    shapes that do not match. Sources: smoothing arXiv 1512.00567, section 7; z-loss arXiv 2204.02311, section 5.
     """
     chex.assert_rank([logits_BTV, targets_BT], [3, 2])
     chex.assert_type([logits_BTV, targets_BT], [float, int])
     chex.assert_equal_shape_prefix([logits_BTV, targets_BT], 2)
-    valid_BT = jnp.ones(targets_BT.shape, bool) if valid_BT is None else valid_BT
-    check_boolean("valid_BT", valid_BT)
-    chex.assert_equal_shape([targets_BT, valid_BT])
+    valid_BT = _checked_mask(valid_BT, targets_BT)
 
     vocabulary = _vocabulary(logits_BTV.shape[-1], options)
     logits_BTV = _real_logits(logits_BTV, valid_BT, vocabulary)
-    known_BT = (targets_BT >= 0) & (targets_BT < vocabulary)
-    ids_BT = jnp.where(valid_BT & known_BT, targets_BT, 0)
     log_p_BTV, log_z_BT = _log_softmax(logits_BTV)
-    nats_BT = -jnp.take_along_axis(log_p_BTV, ids_BT[..., None], axis=-1)[..., 0]
-    nats_BT = nats_BT + jnp.where(known_BT, 0.0, jnp.nan)
-    objective_BT = nats_BT
-    if options.label_smoothing:
-        smooth = options.label_smoothing
+    nats_BT = _target_nats(log_p_BTV, targets_BT, vocabulary)
+    # The options are skipped at 0: 0 * inf, from an infinite or overflowing logit, would be NaN.
+    smooth, objective_BT = options.label_smoothing, nats_BT
+    if smooth:
         objective_BT = (1.0 - smooth) * nats_BT + smooth * _spread_nats(log_p_BTV)
-
-    weight = jnp.sum(valid_BT).astype(jnp.float32)
     z_loss = jnp.zeros((), log_z_BT.dtype)
     if options.z_loss:
         z_loss = options.z_loss * _sum_where(valid_BT, jnp.square(log_z_BT))
-    total = _sum_where(valid_BT, objective_BT) + z_loss
-    nats = _sum_where(valid_BT, nats_BT)
+    total, nats = _sum_where(valid_BT, objective_BT) + z_loss, _sum_where(valid_BT, nats_BT)
+    weight = jnp.sum(valid_BT).astype(jnp.float32)
     return CrossEntropy(mean_over_targets(total, weight), total, weight, nats, z_loss)
 
 
@@ -121,15 +113,21 @@ def next_token_targets(
     says what is padding. Raises ValueError when it is not boolean, AssertionError (chex) for shapes.
     """
     chex.assert_rank(tokens_BT, 2)
-    valid_BT = jnp.ones(tokens_BT.shape, bool) if valid_BT is None else valid_BT
-    check_boolean("valid_BT", valid_BT)
-    chex.assert_equal_shape([tokens_BT, valid_BT])
+    valid_BT = _checked_mask(valid_BT, tokens_BT)
     real_BT = valid_BT[:, :-1] & valid_BT[:, 1:]
     if segments_BT is not None:
         chex.assert_equal_shape([tokens_BT, segments_BT])
         chex.assert_type(segments_BT, int)
         real_BT = real_BT & (segments_BT[:, :-1] == segments_BT[:, 1:])
     return NextTokens(tokens_BT[:, :-1], tokens_BT[:, 1:], real_BT)
+
+
+def _checked_mask(valid_BT: Array | None, ids_BT: Array) -> Array:
+    if valid_BT is None:
+        return jnp.ones(ids_BT.shape, bool)
+    check_boolean("valid_BT", valid_BT)
+    chex.assert_equal_shape([ids_BT, valid_BT])
+    return valid_BT
 
 
 def _vocabulary(columns: int, options: LossOptions) -> int:
@@ -154,6 +152,14 @@ def _log_softmax(logits_BTV: Array) -> tuple[Array, Array]:
     shifted_BTV = logits_BTV - top_BT1
     log_sum_BT1 = jnp.log(jnp.sum(jnp.exp(shifted_BTV), axis=-1, keepdims=True))
     return shifted_BTV - log_sum_BT1, (top_BT1 + log_sum_BT1)[..., 0]
+
+
+def _target_nats(log_p_BTV: Array, targets_BT: Array, vocabulary: int) -> Array:
+    """-log p of each target by a gather, never a product with a one-hot row: 0 * -inf is NaN."""
+    known_BT = (targets_BT >= 0) & (targets_BT < vocabulary)
+    ids_BT1 = jnp.where(known_BT, targets_BT, 0)[..., None]
+    nats_BT = -jnp.take_along_axis(log_p_BTV, ids_BT1, axis=-1)[..., 0]
+    return nats_BT + jnp.where(known_BT, 0.0, jnp.nan)
 
 
 def _spread_nats(log_p_BTV: Array) -> Array:

@@ -41,13 +41,17 @@ class AttentionPattern:
 
     causal: bool = False
     window: Window = None
-    key_valid_BT: Array | None = None  # noqa: N815
-    query_segments_BQ: Array | None = None  # noqa: N815
-    key_segments_BT: Array | None = None  # noqa: N815
+    key_valid_BT: Array | None = None
+    query_segments_BQ: Array | None = None
+    key_segments_BT: Array | None = None
     mask: Array | None = None
+    # Kept beside the window, so that a placeholder for it (None, an int, an object) stays a leaf.
+    window_is_array: bool = dataclasses.field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
-        if self.window is None or _is_array(self.window):
+        is_array = isinstance(self.window, jax.Array | np.ndarray | np.generic)
+        object.__setattr__(self, "window_is_array", is_array)
+        if self.window is None or is_array:
             return
         if not isinstance(self.window, tuple):
             check_integer("window", self.window, least=1)
@@ -65,22 +69,18 @@ EVERYONE = AttentionPattern()
 _LEAVES = ("key_valid_BT", "query_segments_BQ", "key_segments_BT", "mask")
 
 
-def _is_array(window: Any) -> bool:
-    return isinstance(window, jax.Array | np.ndarray | np.generic)
-
-
 def _flatten(pattern: AttentionPattern) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    window, is_leaf = pattern.window, _is_array(pattern.window)
-    leaves = (window if is_leaf else None, *(getattr(pattern, name) for name in _LEAVES))
-    return leaves, (pattern.causal, None if is_leaf else window)
+    window, is_array = pattern.window, pattern.window_is_array
+    leaves = (window if is_array else None, *(getattr(pattern, name) for name in _LEAVES))
+    return leaves, (pattern.causal, is_array, None if is_array else window)
 
 
 def _unflatten(static: tuple[Any, ...], leaves: tuple[Any, ...]) -> AttentionPattern:
     # Not through __init__: tree transformations put things that are no arrays where the leaves were.
     pattern = object.__new__(AttentionPattern)
-    causal, window = static
-    values = (causal, window if leaves[0] is None else leaves[0], *leaves[1:])
-    for name, value in zip(("causal", "window", *_LEAVES), values, strict=True):
+    causal, is_array, window = static
+    values = (causal, is_array, leaves[0] if is_array else window, *leaves[1:])
+    for name, value in zip(("causal", "window_is_array", "window", *_LEAVES), values, strict=True):
         object.__setattr__(pattern, name, value)
     return pattern
 

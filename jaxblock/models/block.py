@@ -1,7 +1,7 @@
 """A block: attention and feed-forward, each written to the stream by a residual connection.
 
-    serial      x = connect(x, attention);  x = connect(x, feed_forward)
-    parallel    x = connect(x, attention + feed_forward)
+serial      x = connect(x, attention);  x = connect(x, feed_forward)
+parallel    x = connect(x, attention + feed_forward)
 """
 
 import dataclasses

@@ -7,4 +7,13 @@ from jaxblock.modules.feed_forward import FeedForward
 from jaxblock.modules.kernel import Kernel
 from jaxblock.modules.norm import Norm
 
-__all__ = ["Attention", "AttentionInputs", "Dropout", "Embedding", "FeedForward", "Kernel", "Norm", "PositionTable"]
+__all__ = [
+    "Attention",
+    "AttentionInputs",
+    "Dropout",
+    "Embedding",
+    "FeedForward",
+    "Kernel",
+    "Norm",
+    "PositionTable",
+]

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from jaxblock.config import ModelConfig
-from jaxblock.functional.dense import embed, logits
+from jaxblock.functional.dense import embed, unembed
 from jaxblock.functional.positions import learned, sinusoidal
 from jaxblock.modules.kernel import kernel_init
 from jaxblock.types import Array
@@ -27,7 +27,7 @@ class Embedding(nn.Module):
 
     def attend(self, x_BTD: Array) -> Array:
         """Return float32 logits against the table, [B, T, D] -> [B, T, V]."""
-        return logits(x_BTD, self.table.T)
+        return unembed(x_BTD, self.table)
 
 
 class PositionTable(nn.Module):

@@ -3,7 +3,12 @@
 import flax.linen as nn
 
 from jaxblock.config import ModelConfig
-from jaxblock.functional.feed_forward import FeedForwardWeights, GatedWeights, feed_forward, gated_feed_forward
+from jaxblock.functional.feed_forward import (
+    FeedForwardWeights,
+    GatedWeights,
+    feed_forward,
+    gated_feed_forward,
+)
 from jaxblock.modules.dropout import Dropout
 from jaxblock.modules.kernel import Kernel
 from jaxblock.types import Array

@@ -16,7 +16,9 @@ def kernel_init(config: ModelConfig, role: str, *, fan_in: int) -> nn.initialize
     rule, options = config.initialization_choice
     std = standard_deviation(rule, role, fan_in=fan_in, blocks=config.depth, std=options.get("std", 0.0))
 
-    def init(key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.float32, out_sharding=None):
+    def init(
+        key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.float32, out_sharding=None
+    ):
         del out_sharding  # part of Flax's initializer protocol; sharding comes from the rules table
         return normal(key, shape, dtype, std=std)
 

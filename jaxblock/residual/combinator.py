@@ -1,4 +1,4 @@
-"""The one function that runs every sublayer: whatever is common to all connections is here, so a rule stays one line."""
+"""The one function that runs every sublayer: what all connections share is here, so that a rule stays one line."""
 
 import chex
 import jax
@@ -37,7 +37,9 @@ def residual(connection, stream: Stream, branch: Branch, *, dtype: jax.typing.DT
         nonlocal calls
         calls += 1
         if calls > 1:
-            raise ValueError(f"residual connection {name} called its branch twice; it must call f exactly once")
+            raise ValueError(
+                f"residual connection {name} called its branch twice; it must call f exactly once"
+            )
         y = branch(axes.constrain(h.astype(dtype), *STREAM_AXES))
         chex.assert_equal_shape([h, y])
         return checkpoint_name(axes.constrain(y, *STREAM_AXES), "branch_out").astype(h.dtype)

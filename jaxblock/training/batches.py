@@ -8,7 +8,6 @@ Two choices of `seams`, for windows that run across the seam between two documen
     separate    documents are told apart: `segments_BT` is given, and a target that lies in another document
                 than its input is not valid (documents of 3 and 2 tokens have 2 + 1 targets)
 """
-# ruff: noqa: N815 (array names end in their axes)
 
 import operator
 from collections.abc import Iterator, Sequence

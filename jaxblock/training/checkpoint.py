@@ -15,8 +15,8 @@ class Checkpoints:
     """The checkpoints of one run, by step. Use as a context manager; leaving it waits for the last write."""
 
     def __init__(self, folder: Path, *, keep: int = 2):
-        policy = orbax.training.preservation_policies.LatestN(keep)
-        self._checkpointer = orbax.training.Checkpointer(folder.resolve(), preservation_policy=policy)
+        policy: Any = orbax.training.preservation_policies.LatestN(keep)
+        self._checkpointer = orbax.training.Checkpointer(str(folder.resolve()), preservation_policy=policy)
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""What a training run is: one frozen record per section of the TOML file; the defaults are `configs/quickstart.toml`."""
+"""What a training run is, one frozen record per section of the file; the defaults are `configs/quickstart.toml`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,13 +9,19 @@ from jaxblock.config import Choice, ExecutionConfig, ModelConfig, resolve
 from jaxblock.contracts import check_choice, check_integer, check_number
 from jaxblock.residual import topology
 
-SCHEDULES: Mapping[str, Mapping[str, Any]] = {"cosine": {"final": 0.0}, "linear": {"final": 0.0}, "constant": {}}
+SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "cosine": {"final": 0.0},
+    "linear": {"final": 0.0},
+    "constant": {},
+}
 
 
 class _Section(pydantic.BaseModel):
     """Frozen and strict: an unknown key, or 3.0 where 3 is meant, is refused."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
 
 class RunConfig(_Section):
@@ -74,7 +80,7 @@ class OptimizerConfig(_Section):
     learning_rate: float = 3e-3
     """Peak learning rate."""
     schedule: str = "cosine(final=0.02)"
-    """After the warm-up: cosine(final=0.0), linear(final=0.0) or constant; final is the last step's fraction of the peak."""
+    """After the warm-up: cosine(final=0.0), linear(final=0.0) or constant; final = last step's fraction of the peak."""
     warmup: float = 0.1
     """Warm-up as a fraction of run.steps; it rises linearly and the first update is not 0."""
     weight_decay: float = 0.1

@@ -27,7 +27,7 @@ class Field(NamedTuple):
 
     @property
     def path(self) -> str:
-        """"section.name", as errors and flags spell it."""
+        """ "section.name", as errors and flags spell it."""
         return f"{self.section}.{self.name}"
 
 
@@ -115,7 +115,11 @@ def check_path(path: str, noun: str) -> None:
         return
     name = path.rsplit(".", 1)[-1]
     elsewhere = [other for other in known if other.rsplit(".", 1)[-1] == name]
-    hint = f" (did you mean {elsewhere[0]!r}?)" if elsewhere else nearest(path, known) or _nearest_leaf(name, known)
+    hint = (
+        f" (did you mean {elsewhere[0]!r}?)"
+        if elsewhere
+        else nearest(path, known) or _nearest_leaf(name, known)
+    )
     raise ValueError(f"unknown {noun} {path!r}{hint}")
 
 
@@ -134,7 +138,9 @@ def _check_keys(values: Mapping[str, Any]) -> None:
         if section not in sections:
             if not isinstance(entries, dict):
                 check_path(section, "config key")
-            raise ValueError(f"unknown config section {section!r}; sections: {', '.join(sections)}{nearest(section, sections)}")
+            raise ValueError(
+                f"unknown config section {section!r}; sections: {', '.join(sections)}{nearest(section, sections)}"
+            )
         if not isinstance(entries, dict):
             raise ValueError(f"config key {section!r} is {entries!r}; it must be a section, [{section}]")
         for name in entries:
@@ -146,7 +152,7 @@ def _sentence(error: pydantic.ValidationError) -> str:
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"][:2])
     if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
+        return str(first.get("ctx", {})["error"])
     if first["type"].startswith("missing"):
         return f"{field} is missing; it has no default"
     wanted = first["msg"].replace("Input should be ", "it must be ")

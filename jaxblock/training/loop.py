@@ -6,13 +6,15 @@ Everything that can be refused has been, by `prepare`, before the run's folder e
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxblock.functional.losses import CrossEntropy
 from jaxblock.training.baseline import trigram_baseline
+from jaxblock.training.batches import Batch
 from jaxblock.training.checkpoint import Checkpoints, count_parameters
 from jaxblock.training.interrupts import Interrupts
 from jaxblock.training.optimizer import decay_table
@@ -21,7 +23,7 @@ from jaxblock.training.progress import Progress
 from jaxblock.training.run_folder import RunFolder
 from jaxblock.training.step import Step, StepMetrics, TrainState, init_state, make_evaluation, make_step
 from jaxblock.training.summary import finish_run
-from jaxblock.types import Array
+from jaxblock.types import Array, Params
 
 EXIT_DONE, EXIT_NON_FINITE = 0, 3
 
@@ -52,7 +54,9 @@ def train(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> tup
             baseline = trigram_baseline(corpus.train, corpus.validation, config.model.vocab_size)
             for line in (corpus.source, *corpus.notes, *decay_table(state.params).split("\n")):
                 progress.say(line)
-            progress.say(f"{parameters:,} parameters; a trigram model reaches {baseline.loss:.4f} nats per token")
+            progress.say(
+                f"{parameters:,} parameters; a trigram model reaches {baseline.loss:.4f} nats per token"
+            )
             loop = _Loop(prepared, folder, checkpoints, progress)
             state = loop.run(state, keys.dropout, interrupts)
         code = EXIT_NON_FINITE if loop.non_finite_step is not None else interrupts.exit_code
@@ -147,7 +151,9 @@ class _Loop:
         self.progress.say(f"step {step}: validation loss {loss:.4f} nats per token")
 
 
-def validation_loss(evaluate, params, batches: Sequence) -> float:
+def validation_loss(
+    evaluate: Callable[[Params, Batch], CrossEntropy], params: Params, batches: Iterable[Batch]
+) -> float:
     """Return the mean loss in nats per target over all batches, each target weighted once."""
     results = [evaluate(params, batch) for batch in batches]
     nats, weight = np.sum([(float(r.nats), float(r.weight)) for r in results], axis=0)
@@ -156,7 +162,10 @@ def validation_loss(evaluate, params, batches: Sequence) -> float:
 
 def _row(step: int, metrics: StepMetrics) -> dict[str, Any]:
     """Return one step's row of metrics.jsonl; JSON has no NaN, so what is not finite is null."""
-    values = {name: float(getattr(metrics, name)) for name in ("loss", "objective", "gradient_norm", "learning_rate")}
+    values = {
+        name: float(getattr(metrics, name))
+        for name in ("loss", "objective", "gradient_norm", "learning_rate")
+    }
     return {
         "step": step,
         **{name: value if math.isfinite(value) else None for name, value in values.items()},

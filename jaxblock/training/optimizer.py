@@ -50,11 +50,11 @@ def decay_table(params: Params) -> str:
     for role, leaf in zip(jax.tree.leaves(axes.roles(params)), jax.tree.leaves(params), strict=True):
         counts[role in DECAYED_ROLES, role] += leaf.size
 
-    def listed(decayed: bool) -> str:
+    def listed(*, decayed: bool) -> str:
         parts = [f"{role} {count:,}" for (flag, role), count in sorted(counts.items()) if flag == decayed]
         return ", ".join(parts) or "nothing"
 
-    return f"weight decay on: {listed(True)}\nno weight decay on: {listed(False)}"
+    return f"weight decay on: {listed(decayed=True)}\nno weight decay on: {listed(decayed=False)}"
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

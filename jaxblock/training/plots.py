@@ -21,7 +21,9 @@ def plot_run(rows: Sequence[dict[str, Any]], folder: Path, *, baseline: float | 
     return [
         _plot_loss(steps, [row for row in rows if "val_loss" in row], folder / "loss.png", baseline),
         _plot_curve(steps, "learning_rate", "learning rate", folder / "learning_rate.png"),
-        _plot_curve(steps, "gradient_norm", "global gradient norm, before clipping", folder / "gradient_norm.png"),
+        _plot_curve(
+            steps, "gradient_norm", "global gradient norm, before clipping", folder / "gradient_norm.png"
+        ),
     ]
 
 
@@ -41,7 +43,9 @@ def _plot_loss(
     baseline: float | None,
 ) -> Path:
     figure, axes = _axes("cross entropy, nats per token")
-    axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], color=TRAIN, lw=1, label="training batch")
+    axes.plot(
+        [r["step"] for r in steps], [r["loss"] for r in steps], color=TRAIN, lw=1, label="training batch"
+    )
     if evaluations:
         last = evaluations[-1]["val_loss"]
         label = f"validation slice, {last:.3f} at the end"

@@ -20,11 +20,12 @@ class Progress:
     def __enter__(self) -> Self:
         if self._console.is_terminal:
             columns = ("step", "{task.completed:.0f}/{task.total:.0f}", rich.progress.BarColumn())
-            self._bar = rich.progress.Progress(
+            bar = rich.progress.Progress(
                 *columns, "{task.description}", rich.progress.TimeRemainingColumn(), console=self._console
             )
-            self._bar.start()
-            self._task = self._bar.add_task("compiling", total=self._steps, completed=self._done)
+            bar.start()
+            self._task = bar.add_task("compiling", total=self._steps, completed=self._done)
+            self._bar = bar
         return self
 
     def __exit__(

@@ -41,7 +41,9 @@ class RunFolder:
             )
         parent = next(folder for folder in path.absolute().parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise ValueError(f"run.dir is {str(path)!r}, but {str(parent)!r} is not a folder that can be written to")
+            raise ValueError(
+                f"run.dir is {str(path)!r}, but {str(parent)!r} is not a folder that can be written to"
+            )
         return cls(path)
 
     @classmethod

@@ -1,7 +1,7 @@
 """One optimizer step as a pure function: batch -> loss -> gradients -> update, guarded against non-finite values."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -60,10 +60,9 @@ def batch_loss(
 ) -> CrossEntropy:
     """Return the loss of a batch; dropout is on exactly when a key is passed."""
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
-    logits_BTV = model.apply(
-        {"params": params}, batch.inputs_BT, segments_BT=batch.segments_BT, rngs=rngs
-    )
-    return cross_entropy(logits_BTV, batch.targets_BT, valid_BT=batch.valid_BT, options=options)
+    inputs_BT, targets_BT, valid_BT, segments_BT = jax.tree.map(jnp.asarray, batch)
+    logits_BTV = model.apply({"params": params}, inputs_BT, segments_BT=segments_BT, rngs=rngs)
+    return cross_entropy(cast(Array, logits_BTV), targets_BT, valid_BT=valid_BT, options=options)
 
 
 def make_step(model: Decoder, config: TrainConfig) -> Step:

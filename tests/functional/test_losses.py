@@ -12,19 +12,23 @@ from hypothesis import strategies as st
 from jaxblock.functional.losses import LossOptions, cross_entropy, mean_over_targets, next_token_targets
 
 SHAPE = (2, 3, 5)
+PLAIN = LossOptions()
+JIT_TARGETS = jax.jit(
+    lambda tokens, valid, segments: next_token_targets(tokens, valid_BT=valid, segments_BT=segments).valid
+)
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def jitted(logits, targets, valid=None, options=LossOptions()):
+def jitted(logits, targets, valid=None, options=PLAIN):
     return cross_entropy(logits, targets, valid_BT=valid, options=options)
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def gradient(logits, targets, valid=None, options=LossOptions()):
+def gradient(logits, targets, valid=None, options=PLAIN):
     return jax.grad(lambda x: cross_entropy(x, targets, valid_BT=valid, options=options).loss)(logits)
 
 
-def reference(logits, targets, valid, options=LossOptions()):
+def reference(logits, targets, valid, options=PLAIN):
     """The sums (objective, nats, z-loss) over real targets, token by token, in float64."""
     total = nats = z_loss = 0.0
     for row, target in zip(np.asarray(logits, np.float64)[valid], np.asarray(targets)[valid], strict=True):
@@ -46,7 +50,7 @@ def draw(seed, shape=SHAPE, spread=1.0, vocabulary=None):
 
 
 OPTIONS = [
-    LossOptions(),
+    PLAIN,
     LossOptions(z_loss=0.1),
     LossOptions(label_smoothing=0.2),
     LossOptions(z_loss=0.1, label_smoothing=0.2, vocab_size=4),
@@ -55,7 +59,7 @@ OPTIONS = [
 
 @settings(deadline=None, max_examples=20)
 @given(
-    shape=st.sampled_from([SHAPE, (1, 1, 4), (3, 2, 7)]),
+    shape=st.sampled_from([SHAPE, (3, 1, 7)]),
     seed=st.integers(0, 999),
     spread=st.sampled_from([0.1, 1.0, 30.0]),
     options=st.sampled_from(OPTIONS),
@@ -107,7 +111,9 @@ def test_gradient_equals_the_float64_finite_difference(options):
     for index in np.ndindex(*SHAPE):
         step = np.zeros(SHAPE)
         step[index] = 1e-5
-        up, down = (reference(logits.astype(np.float64) + s, targets, valid, options)[0] for s in (step, -step))
+        up, down = (
+            reference(logits.astype(np.float64) + s, targets, valid, options)[0] for s in (step, -step)
+        )
         np.testing.assert_allclose(got[index], (up - down) / 2e-5 / valid.sum(), atol=2e-6)
 
 
@@ -139,15 +145,15 @@ def test_the_mathematics_is_float32_whatever_the_logits_dtype(dtype):
     assert got.loss.dtype == jnp.float32
     np.testing.assert_array_equal(got, want)
     assert gradient(narrow, targets, valid).dtype == dtype
-    # Control: log_softmax in the narrow dtype is another number.
-    log_p = np.asarray(jax.nn.log_softmax(narrow), np.float32)
-    assert abs(-np.take_along_axis(log_p, targets[..., None], -1)[..., 0][valid].mean() - got.nats / 3) > 1e-5
+    # Control: rounded to the narrow dtype it is another number.
+    assert got.loss.astype(dtype).astype(jnp.float32) != got.loss
 
 
 def test_float64_logits_keep_float64():
     with jax.enable_x64(True):
         logits, targets, valid = draw(5)
-        got = cross_entropy(jnp.asarray(logits, jnp.float64), jnp.asarray(targets), valid_BT=jnp.asarray(valid))
+        got = jitted(logits.astype(np.float64), targets, valid)
+        assert got.loss.dtype == jnp.float64
         np.testing.assert_allclose(got.total, reference(logits, targets, valid)[0], rtol=1e-13)
 
 
@@ -158,17 +164,20 @@ def test_b65_minus_infinity_elsewhere_spoils_neither_loss_nor_gradient(smoothing
     got = jitted(logits, targets, options=options)
     np.testing.assert_array_equal(got, [0, 0, 1, 0, 0])
     np.testing.assert_array_equal(gradient(logits, targets, options=options), np.zeros((1, 1, 2)))
+    # Without jit too: XLA may turn a product with a mask into a selection and hide the NaN.
+    np.testing.assert_array_equal(cross_entropy(logits, targets, options=options), got)
     # Control: the product with a one-hot row is NaN.
     assert np.isnan(jnp.sum(jax.nn.one_hot(targets, 2) * jax.nn.log_softmax(logits)))
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_b65_an_entry_at_minus_infinity_is_as_if_it_were_not_there(smoothing):
+def test_b65_an_entry_at_minus_infinity_is_as_if_it_were_not_there():
     logits, targets, valid = draw(6, vocabulary=4)
-    options = LossOptions(label_smoothing=smoothing, z_loss=0.1)
+    options = LossOptions(label_smoothing=0.1, z_loss=0.1)
     with_hole = np.concatenate([logits[..., :4], np.full((2, 3, 1), -np.inf, np.float32)], -1)
     np.testing.assert_allclose(
-        jitted(with_hole, targets, valid, options), jitted(logits[..., :4], targets, valid, options), rtol=1e-6
+        jitted(with_hole, targets, valid, options),
+        jitted(logits[..., :4], targets, valid, options),
+        rtol=1e-6,
     )
     want = gradient(logits[..., :4], targets, valid, options)
     got = np.asarray(gradient(with_hole, targets, valid, options))
@@ -186,11 +195,13 @@ def test_b72_padded_vocabulary_columns_count_for_nothing():
     logits, targets = jnp.zeros((1, 1, 4)), jnp.array([[1]])
     real = LossOptions(vocab_size=3)
     np.testing.assert_allclose(jitted(logits, targets, options=real).loss, np.log(3), rtol=1e-6)
-    np.testing.assert_allclose(jitted(logits, targets).loss, np.log(4), rtol=1e-6)  # control: without the size
+    np.testing.assert_allclose(
+        jitted(logits, targets).loss, np.log(4), rtol=1e-6
+    )  # control: without the size
     for smoothing in (0.0, 0.3):
         options = LossOptions(vocab_size=3, label_smoothing=smoothing, z_loss=0.1)
-        for padding in (50.0, jnp.nan, jnp.inf, -jnp.inf):
-            forced = logits.at[..., 3].set(padding)
+        for padding in (50.0, np.nan, np.inf, -np.inf):
+            forced = np.array([[[0, 0, 0, padding]]], np.float32)
             np.testing.assert_array_equal(
                 jitted(forced, targets, options=options), jitted(logits, targets, options=options)
             )
@@ -250,9 +261,8 @@ def test_mean_over_targets_of_nothing_is_zero_with_a_finite_gradient():
 
 def test_jit_equals_eager_and_leaving_out_valid_means_all():
     logits, targets, valid = (jnp.asarray(a) for a in draw(10, vocabulary=4))
-    options = OPTIONS[-1]
-    eager = cross_entropy(logits, targets, valid_BT=valid, options=options)
-    np.testing.assert_allclose(eager, jitted(logits, targets, valid, options), rtol=1e-6)
+    eager = cross_entropy(logits, targets, valid_BT=valid)
+    np.testing.assert_allclose(eager, jitted(logits, targets, valid), rtol=1e-6)
     np.testing.assert_array_equal(jitted(logits, targets), jitted(logits, targets, jnp.ones((2, 3), bool)))
 
 
@@ -310,7 +320,6 @@ def test_b27_no_target_crosses_the_seam_between_documents():
     assert valid.sum() == 3
     assert next_token_targets(tokens).valid.sum() == 4  # control: without segments the seam counts
     logits = jnp.zeros((1, 4, 5))
-    assert jitted(logits, targets, valid).weight == 3
     np.testing.assert_array_equal(gradient(logits, targets, valid)[0, 2], np.zeros(5))
 
 
@@ -319,9 +328,11 @@ def test_b27_no_target_crosses_the_seam_between_documents():
 def test_b27_documents_of_n_tokens_give_n_minus_one_targets(lengths, padding, left):
     ids = np.repeat(np.arange(len(lengths)), lengths)
     pad = (padding, 0) if left else (0, padding)
-    segments = jnp.asarray(np.pad(ids, pad, constant_values=9)[None], jnp.int32)
-    real = jnp.asarray(np.pad(np.ones(len(ids), bool), pad)[None])
-    valid = next_token_targets(segments, valid_BT=real, segments_BT=segments).valid
+    # Filled up to one shape for one compile, at the other end, with what is not real.
+    pad = (pad[0], pad[1] + 20 - padding - len(ids))
+    segments = np.pad(ids, pad, constant_values=9)[None].astype(np.int32)
+    real = np.pad(np.ones(len(ids), bool), pad)[None]
+    valid = JIT_TARGETS(segments, real, segments)
     assert np.asarray(valid).sum() == sum(n - 1 for n in lengths)
 
 

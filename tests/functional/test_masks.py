@@ -1,6 +1,5 @@
 """Patterns against loops over (query, key), slices against the whole, and the sentences of refusals."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,11 +82,11 @@ def test_the_parts_of_a_pattern_are_combined_by_and():
         assert found[b, h, i, j] == expected
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_a_slice_equals_the_slice_of_the_whole(data, seed):
     rng = np.random.default_rng(seed)
-    queries, keys = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
+    queries, keys = data.draw(st.sampled_from([(5, 5), (3, 6), (1, 4)]))
     q, t = data.draw(st.integers(1, queries)), data.draw(st.integers(1, keys))
     q0, t0 = data.draw(st.integers(0, queries - q)), data.draw(st.integers(0, keys - t))
     mask_queries = data.draw(st.sampled_from([1, queries]))
@@ -99,8 +98,13 @@ def test_a_slice_equals_the_slice_of_the_whole(data, seed):
         key_segments_BT=jnp.array(rng.integers(0, 2, (2, keys))),
         mask=jnp.array(rng.random((1, 2, mask_queries, keys)) < 0.7),
     )
-    part = cut(pattern, query_start=q0, queries=q, key_start=t0, keys=t)
-    block = visible(part, jnp.arange(q) + q0 + keys - queries, jnp.arange(t) + t0)
+
+    @jax.jit
+    def block_at(pattern, q0, t0):
+        part = cut(pattern, query_start=q0, queries=q, key_start=t0, keys=t)
+        return visible(part, jnp.arange(q) + q0 + keys - queries, jnp.arange(t) + t0)
+
+    block = block_at(pattern, q0, t0)
     expected = whole(pattern, queries, keys, batch=2, heads=2)[:, :, q0 : q0 + q, t0 : t0 + t]
     np.testing.assert_array_equal(np.broadcast_to(block, expected.shape), expected)
 
@@ -122,6 +126,10 @@ def test_a_pattern_is_a_pytree_with_arrays_as_leaves():
     assert again.mask is None
     assert len(jax.tree.leaves(AttentionPattern(window=jnp.int32(2), key_valid_BT=valid))) == 2
     assert jax.tree.map(lambda x: x.shape, static).key_valid_BT == (1, 3)
+    scanned = AttentionPattern(window=jnp.int32(2), key_valid_BT=valid)
+    for placeholder in (0, (1, 0), object()):  # what transformations put where a leaf was
+        again = jax.tree.unflatten(jax.tree.structure(scanned), [placeholder, valid])
+        assert jax.tree.structure(scanned).flatten_up_to(again) == [placeholder, valid]
     # A static window stays a Python int under jit, and another value is another trace.
     seen = []
     mask_of = jax.jit(lambda pattern: seen.append(pattern.window) or visibility(pattern, 3, 3))

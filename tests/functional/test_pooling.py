@@ -62,12 +62,18 @@ def test_garbage_in_padded_positions_changes_no_bit(pool, garbage):
     dirty = np.where(valid[..., None], x, np.float32(garbage))
     np.testing.assert_array_equal(JITTED[pool](dirty, valid), JITTED[pool](x, valid))
     np.testing.assert_array_equal(SLOPES[pool](dirty, valid), SLOPES[pool](x, valid))
-    assert (JITTED[pool](dirty, valid | True) != JITTED[pool](x, valid | True)).any() or pool is not masked_mean
+    assert (
+        JITTED[pool](dirty, valid | True) != JITTED[pool](x, valid | True)
+    ).any() or pool is not masked_mean
 
 
 def test_gradients_reach_exactly_the_tokens_that_were_pooled():
     x, valid = np.zeros((1, 4, 1), np.float32), np.array([[False, True, True, False]])
-    for pool, want in ((masked_mean, [0, 0.5, 0.5, 0]), (first_real, [0, 1, 0, 0]), (last_real, [0, 0, 1, 0])):
+    for pool, want in (
+        (masked_mean, [0, 0.5, 0.5, 0]),
+        (first_real, [0, 1, 0, 0]),
+        (last_real, [0, 0, 1, 0]),
+    ):
         np.testing.assert_array_equal(SLOPES[pool](x, valid)[0, :, 0], want)
 
 

@@ -28,7 +28,7 @@ def rotated(x, positions, convention, base=10000.0):
     return y
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=6)
 @given(length=st.integers(1, 9), half=st.integers(1, 5))
 def test_sinusoidal_equals_the_formula(length, half):
     table = sinusoidal(length, 2 * half)
@@ -77,11 +77,11 @@ def test_rotary_angles_equal_the_formula():
     assert np.abs(rotary_angles(positions, 6) - expected).max() > 1
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=6)
 @given(
-    length=st.integers(1, 5),
-    heads=st.integers(1, 3),
-    half=st.integers(1, 4),
+    length=st.sampled_from([1, 5]),
+    heads=st.integers(1, 2),
+    half=st.sampled_from([1, 3]),
     start=st.integers(0, 500),
     convention=st.sampled_from(CONVENTIONS),
 )

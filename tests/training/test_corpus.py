@@ -275,9 +275,9 @@ def test_the_fingerprint_sees_every_change(tmp_path, change):
     if change == "content":
         (folder / "e.txt").write_bytes(b"?" + (folder / "e.txt").read_bytes()[1:])
         assert load(folder).fingerprint != before
-    elif change == "name":
-        (folder / "e.txt").rename(folder / "e2.txt")
-        assert load(folder).fingerprint != before
+    elif change == "name":  # of a single file: in a folder, the order of the split would change too
+        single = load(folder / "e.txt").fingerprint
+        assert load((folder / "e.txt").rename(folder / "e2.txt")).fingerprint != single
     else:
         assert load(folder, validation_tokens=9).fingerprint != before
     assert len(before) == 16

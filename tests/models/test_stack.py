@@ -1,0 +1,183 @@
+"""A stack is one function however it is run: scan, loop, remat, jit, vmap, for values, gradients and dropout."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxblock import Decoder, ExecutionConfig
+from jaxblock.config import REMAT_POLICIES
+from tests.small import CONNECTIONS, built, config, tokens
+
+DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "branch_dropout": 0.2}
+LOOP = ExecutionConfig(scan_unroll=3)
+SOME = ("pre_norm", "post_norm")
+
+
+def objective(model, params, tokens_BT, key=None):
+    rngs = {} if key is None else {"dropout": key}
+    logits_BTV = model.apply({"params": params}, tokens_BT, rngs=rngs)
+    return jnp.sum(jnp.sin(logits_BTV)), logits_BTV
+
+
+@functools.cache
+def compiled(model):
+    return jax.jit(jax.value_and_grad(functools.partial(objective, model), has_aux=True))
+
+
+def assert_equal_runs(residual, execution, key, **changes):
+    model_config = config(residual=residual, **changes)
+    model, params = built(model_config)
+    (_, want), want_gradients = compiled(model)(params, tokens(), key)
+    (_, got), gradients = compiled(Decoder(model_config, execution))(params, tokens(), key)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(gradients, want_gradients, rtol=1e-4, atol=1e-5)
+    return want
+
+
+@pytest.mark.parametrize("residual", CONNECTIONS)
+@pytest.mark.parametrize("key", [None, 3], ids=["plain", "dropout"])
+def test_loop_equals_scan(residual, key):
+    rngs = None if key is None else jax.random.key(key)
+    assert_equal_runs(residual, LOOP, rngs, **DROPOUT)
+
+
+@pytest.mark.parametrize("residual", [*SOME, *(pytest.param(x, marks=pytest.mark.full) for x in CONNECTIONS)])
+@pytest.mark.parametrize("remat", [name for name in REMAT_POLICIES if name != "none"])
+def test_remat_equals_none(residual, remat):
+    assert_equal_runs(residual, ExecutionConfig(remat=remat), jax.random.key(3), **DROPOUT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("residual", CONNECTIONS)
+@pytest.mark.parametrize("wiring", ["serial", "parallel"])
+@pytest.mark.parametrize("unroll", [2, 3])
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+def test_every_execution_equals_scan(residual, wiring, unroll, remat):
+    execution = ExecutionConfig(scan_unroll=unroll, remat=remat)
+    assert_equal_runs(residual, execution, jax.random.key(3), wiring=wiring, **DROPOUT)
+
+
+@pytest.mark.parametrize("execution", [ExecutionConfig(scan_unroll=2), ExecutionConfig(attention="blocked")])
+def test_partial_unroll_and_blocked_attention_equal_scan(execution):
+    assert_equal_runs("pre_norm", execution, None, wiring="parallel", feed_forward="swiglu", kv_heads=1)
+
+
+@pytest.mark.parametrize("residual", CONNECTIONS)
+def test_jit_equals_eager(residual):
+    model, params = built(config(residual=residual))
+    with jax.disable_jit():
+        _, eager = objective(model, params, tokens())
+    (_, jitted), _ = compiled(model)(params, tokens(), None)
+    np.testing.assert_allclose(eager, jitted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("residual", CONNECTIONS)
+def test_vmap_over_seeds_equals_each_seed_alone(residual):
+    model = Decoder(config(residual=residual))
+    keys = jax.random.split(jax.random.key(5), 2)
+    stacked = jax.jit(jax.vmap(lambda key: model.init(key, tokens())["params"]))(keys)
+    run = jax.vmap(jax.value_and_grad(functools.partial(objective, model), has_aux=True), in_axes=(0, None))
+    (_, logits), gradients = jax.jit(run)(stacked, tokens())
+    for i, key in enumerate(keys):
+        params = jax.jit(model.init)(key, tokens())["params"]
+        chex.assert_trees_all_close(jax.tree.map(lambda x, i=i: x[i], stacked), params, rtol=1e-6)
+        (_, want), want_gradients = compiled(model)(params, tokens(), None)
+        np.testing.assert_allclose(logits[i], want, rtol=1e-5, atol=1e-5)
+        chex.assert_trees_all_close(
+            jax.tree.map(lambda x, i=i: x[i], gradients), want_gradients, rtol=1e-4, atol=1e-5
+        )
+    assert not np.allclose(logits[0], logits[1])
+
+
+def test_dropout_differs_by_key_by_layer_and_is_off_without_one():
+    model, params = built(config(**DROPOUT))
+    plain, once, again, other = (
+        compiled(model)(params, tokens(), key)[0][1]
+        for key in (None, jax.random.key(1), jax.random.key(1), jax.random.key(2))
+    )
+    np.testing.assert_array_equal(once, again)
+    assert not np.allclose(once, other)
+    assert not np.allclose(once, plain)
+
+
+def test_each_layer_and_each_site_draws_its_own_mask():
+    """With equal layers and a branch that returns its input, each layer's drop pattern shows in the stream."""
+    from jaxblock.models.block import LayerInputs
+    from jaxblock.models.stack import run_blocks
+    from jaxblock.modules import Dropout
+
+    import flax.linen as nn
+
+    class DropBlock(nn.Module):
+        @nn.compact
+        def __call__(self, stream, inputs, layer):
+            kept = Dropout(0.5, name="first")(jnp.ones_like(stream[..., 0]))
+            also = Dropout(0.5, name="second")(jnp.ones_like(stream[..., 0]))
+            self.param("unused", nn.initializers.zeros, (1,))
+            written = jnp.stack([kept, also], -1) * jax.nn.one_hot(layer.window, 4)[None, :, None]
+            return stream.at[..., :].add(written.sum(1, keepdims=True) * 0 + written)
+
+    layers = LayerInputs(window=jnp.arange(4))
+    stream = run_blocks(
+        DropBlock(), {"unused": jnp.zeros((4, 1))}, jnp.zeros((64, 4, 2)), None, layers,
+        dropout_key=jax.random.key(0), execution=ExecutionConfig(),
+    )
+    masks = np.asarray(stream).transpose(1, 2, 0).reshape(8, 64)
+    assert set(np.unique(masks)) <= {0.0, 2.0}
+    assert len({tuple(mask) for mask in masks}) == 8
+
+
+def test_layer_starts_as_the_block_alone_would():
+    model, _ = built(config())
+    params = model.init(jax.random.key(0), tokens())["params"]["blocks"]
+    from jaxblock.models import Block, LayerInputs
+    from jaxblock.functional.masks import AttentionPattern
+    from jaxblock.modules import AttentionInputs
+    from jaxblock.residual import topology
+
+    block = Block(config(), ExecutionConfig(), topology("pre_norm"))
+    inputs = AttentionInputs(AttentionPattern(causal=True))
+    kernel = params["attention"]["query"]["kernel"]
+    assert kernel.shape == (3, 8, 2, 4)
+    # The stack's key is Flax's for the name "blocks"; whatever it is, the spread must ignore the depth axis.
+    deep = Decoder(config(depth=64)).init(jax.random.key(0), tokens())["params"]["blocks"]
+    for name in ("query", "key", "value"):
+        assert np.std(deep["attention"][name]["kernel"]) == pytest.approx(8**-0.5, rel=0.05)
+    alone = block.init(jax.random.key(7), jnp.zeros((1, 1, 8)), inputs, LayerInputs())["params"]
+    from jaxblock.models import init_blocks
+
+    keys = jax.random.split(jax.random.key(9), 3)
+    stacked = init_blocks(
+        block, jax.random.key(9), jnp.zeros((1, 1, 8)), inputs, LayerInputs(), depth=3
+    )
+    for i, key in enumerate(keys):
+        alone = block.init(key, jnp.zeros((1, 1, 8)), inputs, LayerInputs())["params"]
+        chex.assert_trees_all_close(jax.tree.map(lambda x, i=i: x[i], stacked), alone, rtol=1e-6)
+
+
+def test_alternating_windows_are_scanned_and_equal_the_loop():
+    changes = {"window": (2, 0), "positions": "none"}
+    got = assert_equal_runs("pre_norm", LOOP, None, **changes)
+    model, params = built(config(positions="none"))
+    (_, unlimited), _ = compiled(model)(params, tokens(), None)
+    assert not np.allclose(got, unlimited)
+
+
+@pytest.mark.parametrize("scan", [1, 3])
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_b38_every_combination_of_scan_remat_dropout_initialises_and_runs(scan, remat, rate):
+    model_config = config(branch_dropout=rate, depth=3)
+    model = Decoder(model_config, ExecutionConfig(scan_unroll=scan, remat=remat))
+    reference, params = built(model_config)
+    chex.assert_trees_all_equal_shapes(jax.eval_shape(model.init, jax.random.key(0), tokens())["params"], params)
+    value, _ = jax.jit(jax.value_and_grad(functools.partial(objective, model), has_aux=True))(
+        params, tokens(), jax.random.key(1)
+    )
+    assert np.isfinite(value[0])
+    if rate == 0.0:
+        np.testing.assert_allclose(value[0], objective(reference, params, tokens())[0], rtol=1e-5)
