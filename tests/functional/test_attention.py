@@ -230,6 +230,17 @@ def test_b14_every_broadcast_shape_of_a_mask_is_the_same_mask(form):
 
 
 @each_form
+def test_masks_and_slopes_of_a_head_reach_that_head(form):
+    q, k, v = draw_qkv(20, heads=6, groups=2)
+    mask = jnp.array(np.random.default_rng(0).random((1, 6, 5, 5)) < 0.6)
+    slopes = alibi_slopes(6)
+    found = form(q, k, v, AttentionPattern(mask=mask), scores=ScoreRule(alibi_slopes_H=slopes))
+    np.testing.assert_allclose(found, reference(q, k, v, mask, slopes=slopes), atol=1e-5)
+    by_repeat = np.arange(6).reshape(2, 3).T.ravel()  # heads taken in the order (R, G), a different function
+    assert np.abs(found - reference(q, k, v, mask[:, by_repeat], slopes=slopes)).max() > 1e-2
+
+
+@each_form
 @pytest.mark.parametrize("window", [2, jnp.int32(2), (1, 0)])
 def test_b15_a_window_works_without_any_other_mask(form, window):
     q, v = jnp.zeros((1, 6, 1, 1)), jnp.arange(6.0).reshape(1, 6, 1, 1)
