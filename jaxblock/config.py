@@ -50,8 +50,8 @@ def parse_choice(field: str, text: str) -> Choice:
         options = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(wanted) from error
-    if "None" in options:
-        raise ValueError(wanted)  # f(**x) has a keyword without a name
+    if "None" in options or len(options) < len(node.keywords):
+        raise ValueError(wanted)  # f(**x) has a keyword without a name, f(x=1, x=2) one name twice
     return Choice(node.func.id, options)
 
 

@@ -176,7 +176,9 @@ def missing_docstrings(tree: ast.Module) -> Iterator[str]:
 
 def test_everything_public_has_a_docstring():
     missing = {
-        file.relative_to(PACKAGE).as_posix(): list(missing_docstrings(ast.parse(file.read_text(encoding="utf-8"))))
+        file.relative_to(PACKAGE).as_posix(): list(
+            missing_docstrings(ast.parse(file.read_text(encoding="utf-8")))
+        )
         for file in python_files(PACKAGE)
     }
     assert {name: names for name, names in missing.items() if names} == {}

@@ -1,1 +1,72 @@
+"""The mathematics of a transformer as pure functions: arrays in, arrays out, no parameters, no state, no config."""
 
+from jaxblock.functional.attention import attention
+from jaxblock.functional.attention_scores import ScoreRule
+from jaxblock.functional.dense import dense, embed, logits, unembed
+from jaxblock.functional.dropout import dropout
+from jaxblock.functional.feed_forward import (
+    ACTIVATIONS,
+    GATES,
+    FeedForwardWeights,
+    GatedWeights,
+    feed_forward,
+    gated_feed_forward,
+)
+from jaxblock.functional.losses import (
+    CrossEntropy,
+    LossOptions,
+    cross_entropy,
+    mean_over_targets,
+    next_token_targets,
+)
+from jaxblock.functional.masks import AttentionPattern, visibility
+from jaxblock.functional.norms import layer_norm, rms_norm
+from jaxblock.functional.pooling import first_real, last_real, masked_mean
+from jaxblock.functional.positions import alibi_slopes, apply_rotary, learned, rotary_angles, sinusoidal
+from jaxblock.functional.residual import branch_norm, no_residual, peri_norm, post_norm, pre_norm
+from jaxblock.functional.sampling import SamplingRule, greedy, keep_top_k, keep_top_p, sample
+from jaxblock.functional.segments import segment_positions
+
+__all__ = [
+    "ACTIVATIONS",
+    "GATES",
+    "AttentionPattern",
+    "CrossEntropy",
+    "FeedForwardWeights",
+    "GatedWeights",
+    "LossOptions",
+    "SamplingRule",
+    "ScoreRule",
+    "alibi_slopes",
+    "apply_rotary",
+    "attention",
+    "branch_norm",
+    "cross_entropy",
+    "dense",
+    "dropout",
+    "embed",
+    "feed_forward",
+    "first_real",
+    "gated_feed_forward",
+    "greedy",
+    "keep_top_k",
+    "keep_top_p",
+    "last_real",
+    "layer_norm",
+    "learned",
+    "logits",
+    "masked_mean",
+    "mean_over_targets",
+    "next_token_targets",
+    "no_residual",
+    "peri_norm",
+    "post_norm",
+    "pre_norm",
+    "rms_norm",
+    "rotary_angles",
+    "sample",
+    "segment_positions",
+    "sinusoidal",
+    "unembed",
+    "visibility",
+]

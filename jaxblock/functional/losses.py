@@ -155,11 +155,14 @@ def _log_softmax(logits_BTV: Array) -> tuple[Array, Array]:
 
 
 def _target_nats(log_p_BTV: Array, targets_BT: Array, vocabulary: int) -> Array:
-    """-log p of each target by a gather, never a product with a one-hot row: 0 * -inf is NaN."""
+    """-log p of each target: a select and a sum, which fuse, where a gather's gradient is a scatter.
+
+    Never a product with a one-hot row: 0 * -inf is NaN.
+    """
     known_BT = (targets_BT >= 0) & (targets_BT < vocabulary)
-    ids_BT1 = jnp.where(known_BT, targets_BT, 0)[..., None]
-    nats_BT = -jnp.take_along_axis(log_p_BTV, ids_BT1, axis=-1)[..., 0]
-    return nats_BT + jnp.where(known_BT, 0.0, jnp.nan)
+    columns_V = jnp.arange(log_p_BTV.shape[-1], dtype=targets_BT.dtype)
+    hit_BTV = columns_V[None, None] == targets_BT[..., None]
+    return jnp.where(known_BT, -_sum_where(hit_BTV, log_p_BTV, axis=-1), jnp.nan)
 
 
 def _spread_nats(log_p_BTV: Array) -> Array:

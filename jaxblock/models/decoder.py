@@ -47,7 +47,7 @@ class Decoder(nn.Module):
 
         Args:
           tokens_BT: token ids, any integer dtype; an id >= V gives NaN logits, never another token's.
-          valid_BT: boolean, True = real token; padding is never attended to.
+          valid_BT: boolean, True = real token; padding is never attended to, but its ids must be below V too.
           segments_BT: integer document ids of packed rows; attention stays within a document.
           positions_BT: position of each token. Left out: its index, counted from its document's start.
 

@@ -28,7 +28,7 @@ def generate(
       rule: temperature, top-k, top-p; temperature 0 is greedy.
 
     Returns:
-      The new tokens, int32 [B, length].
+      The new tokens, int32 [B, length]; ids that pad the vocabulary are never among them.
     """
     chex.assert_rank(prompt_BT, 2)
     chex.assert_axis_dimension_gt(prompt_BT, 1, 0)
@@ -42,7 +42,7 @@ def generate(
         buffer_BT, count = carry
         logits_BTV = model.apply({"params": params}, buffer_BT)
         logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, count - 1, axis=1, keepdims=False)
-        token_B = sample(logits_BV, key, rule).astype(jnp.int32)
+        token_B = sample(logits_BV[:, : model.config.vocab_size], key, rule)
         full = count == context
         buffer_BT = jnp.where(full, jnp.roll(buffer_BT, -1, axis=1), buffer_BT)
         count = jnp.minimum(count + 1, context)

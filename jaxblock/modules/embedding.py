@@ -22,8 +22,11 @@ class Embedding(nn.Module):
         self.table = self.param("table", init, shape, jnp.dtype(self.config.param_dtype))
 
     def __call__(self, tokens_BT: Array) -> Array:
-        """Return the rows of `tokens_BT`, [B, T] -> [B, T, D] in the stream's dtype."""
-        return embed(self.table, tokens_BT).astype(self.config.stream_dtype)
+        """Return the rows of `tokens_BT`, [B, T] -> [B, T, D] in the stream's dtype; NaN for an id that is no token."""
+        rows = self.table.shape[0]
+        # The rows that pad the table are no tokens either: their ids are sent past its end.
+        real_BT = jnp.where(tokens_BT < self.config.vocab_size, tokens_BT, rows)
+        return embed(self.table, real_BT).astype(self.config.stream_dtype)
 
     def attend(self, x_BTD: Array) -> Array:
         """Return float32 logits against the table, [B, T, D] -> [B, T, V]."""

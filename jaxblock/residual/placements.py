@@ -3,7 +3,7 @@
 import flax.linen as nn
 
 from jaxblock.config import ModelConfig
-from jaxblock.functional import residual
+from jaxblock.functional.residual import branch_norm, no_residual, peri_norm, post_norm, pre_norm
 from jaxblock.modules.norm import Norm
 from jaxblock.types import Array, Branch
 
@@ -17,7 +17,7 @@ class NoResidual(nn.Module):
     def __call__(self, x: Array, f: Branch) -> Array:
         """Return the branch alone."""
         norm = Norm(self.config, name="norm")
-        return residual.no_residual(x, f, norm)
+        return no_residual(x, f, norm)
 
 
 class PreNorm(nn.Module):
@@ -29,7 +29,7 @@ class PreNorm(nn.Module):
     def __call__(self, x: Array, f: Branch) -> Array:
         """Return the stream with the branch of its norm added."""
         norm = Norm(self.config, name="norm")
-        return residual.pre_norm(x, f, norm)
+        return pre_norm(x, f, norm)
 
 
 class PostNorm(nn.Module):
@@ -41,7 +41,7 @@ class PostNorm(nn.Module):
     def __call__(self, x: Array, f: Branch) -> Array:
         """Return the norm of the sum."""
         norm = Norm(self.config, name="norm")
-        return residual.post_norm(x, f, norm)
+        return post_norm(x, f, norm)
 
 
 class PeriNorm(nn.Module):
@@ -53,7 +53,7 @@ class PeriNorm(nn.Module):
     def __call__(self, x: Array, f: Branch) -> Array:
         """Return the stream with the normalized branch added."""
         norm_in, norm_out = Norm(self.config, name="norm_in"), Norm(self.config, name="norm_out")
-        return residual.peri_norm(x, f, norm_in, norm_out)
+        return peri_norm(x, f, norm_in, norm_out)
 
 
 class BranchNorm(nn.Module):
@@ -65,4 +65,4 @@ class BranchNorm(nn.Module):
     def __call__(self, x: Array, f: Branch) -> Array:
         """Return the stream with the norm of the branch added."""
         norm = Norm(self.config, name="norm")
-        return residual.branch_norm(x, f, norm)
+        return branch_norm(x, f, norm)

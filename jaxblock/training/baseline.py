@@ -33,6 +33,7 @@ class DenseCounts:
 
     @classmethod
     def fit(cls, keys: Iterator[np.ndarray], *, contexts: int, vocab_size: int) -> "DenseCounts":
+        """Count the keys, context * V + token, in a table with a row for every context."""
         counts = np.zeros(contexts * vocab_size, np.int64)
         for chunk in keys:
             # Scattered additions touch only what occurs: bincount would return the whole table per chunk.
@@ -58,6 +59,7 @@ class SparseCounts:
 
     @classmethod
     def fit(cls, keys: Iterator[np.ndarray], *, contexts: int, vocab_size: int) -> "SparseCounts":
+        """Count the keys, context * V + token, that occur; the number of contexts is not needed."""
         del contexts
         parts = [np.unique(chunk, return_counts=True) for chunk in keys]
         merged = np.concatenate([np.zeros(0, np.int64), *(part for part, _ in parts)])

@@ -1,0 +1,134 @@
+"""Names to topologies: options with their types, refusals with the nearest name, and rules invented outside."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxblock import Decoder, ModelConfig
+from jaxblock.axes import roles
+from jaxblock.modules import Norm
+from jaxblock.residual import REGISTRY, Topology, topology
+from tests.small import CONNECTIONS, config, tokens
+
+
+class Gated(nn.Module):
+    """x + factor * gate * f(norm(x)), with a learned gate per channel: not in the package."""
+
+    config: ModelConfig
+    factor: float = 1.0
+
+    @nn.compact
+    def __call__(self, x, f):
+        gate = self.param("gate", nn.initializers.ones, (self.config.width,))
+        y = f(Norm(self.config, name="norm")(x))
+        return x + self.factor * gate.reshape(1, 1, -1).astype(x.dtype) * y
+
+
+def gated(*, factor: float = 1.0, steps: int = 2, mode: str = "plain", learned: bool = True) -> Topology:
+    return Topology(functools.partial(Gated, factor=factor), f"{steps} {mode} {learned}", "a test")
+
+
+MINE = {**REGISTRY, "gated": gated}
+
+
+def test_the_registry_names_five_placements_with_their_source():
+    assert set(REGISTRY) == {"none", "pre_norm", "post_norm", "peri_norm", "branch_norm"}
+    for name in REGISTRY:
+        entry = topology(name)
+        assert "f(" in entry.equation
+        assert entry.source
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("pre_nrom", r"model.residual is 'pre_nrom'; it must be one of .*did you mean 'pre_norm'"),
+        ("xyz", r"it must be one of branch_norm, gated, none, peri_norm, post_norm, pre_norm$"),
+        ("pre_norm(epsilon=1)", r"'pre_norm' has no option 'epsilon'; its options: none"),
+        ("gated(facto=0.5)", r"'gated' has no option 'facto'; .*did you mean 'factor'"),
+        ("gated(factor='big')", r"option 'factor' of 'gated' is 'big'; it must be of type float"),
+        ("gated(factor=True)", "must be of type float"),
+        ("gated(steps=2.0)", "must be of type int"),
+        ("gated(steps=True)", "must be of type int"),
+        ("gated(mode=1)", "must be of type str"),
+        ("gated(learned=1)", "must be of type bool"),
+        ("gated(0.5)", "with literal options"),
+        ("gated(factor=2 * 3)", "with literal options"),
+        ("gated(factor=open('x'))", "with literal options"),
+        ("gated(**{})", "with literal options"),
+        ("gated(factor=1, factor=2)", "with literal options"),
+        ("gated)(", "with literal options"),
+        ("a.gated", "with literal options"),
+        ("", "with literal options"),
+    ],
+)
+def test_a_wrong_choice_is_refused_with_a_sentence(text, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        topology(text, MINE)
+
+
+def test_options_are_the_factorys_keywords():
+    assert topology("gated", MINE).equation == "2 plain True"
+    entry = topology(" gated(factor=2, steps=3, mode='odd', learned=False) ", MINE)
+    assert entry.equation == "3 odd False"
+    assert entry.connection(config()).factor == 2
+
+
+def test_a_config_refuses_what_cannot_be_a_choice():
+    with pytest.raises(ValueError, match="model.residual is 'pre norm'"):
+        config(residual="pre norm")
+    with pytest.raises(ValueError, match="did you mean 'pre_norm'"):
+        jax.eval_shape(Decoder(config(residual="pre_nrom")).init, jax.random.key(0), tokens())
+
+
+@functools.cache
+def gated_params() -> dict:
+    return jax.jit(Decoder(config(), topology=gated()).init)(jax.random.key(0), tokens())["params"]
+
+
+def without_gates(params: dict) -> dict:
+    """Return the parameters of the same model with pre-norm: everything but the gates."""
+    blocks = {
+        name: {key: value for key, value in part.items() if key != "gate"}
+        for name, part in params["blocks"].items()
+    }
+    return {**params, "blocks": blocks}
+
+
+def test_an_invented_connection_trains_scans_and_is_labelled():
+    """With a gate of one it is pre-norm, and the gate of every block has a gradient."""
+    model, params = Decoder(config(), topology=topology("gated(factor=1.0)", MINE)), gated_params()
+    assert params["blocks"]["attention_connection"]["gate"].shape == (3, 8)
+    assert roles(params)["blocks"]["feed_forward_connection"] == {
+        "gate": "connection",
+        "norm": {"scale": "norm", "bias": "norm"},
+    }
+
+    def objective(params):
+        logits = model.apply({"params": params}, tokens())
+        return jnp.sum(jnp.sin(logits)), logits
+
+    (_, logits), gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))(params)
+    want = jax.jit(Decoder(config()).apply)({"params": without_gates(params)}, tokens())
+    np.testing.assert_allclose(logits, want, rtol=1e-6, atol=1e-6)
+    assert np.all(np.asarray(gradient["blocks"]["attention_connection"]["gate"]) != 0)
+
+
+def test_a_plain_record_is_enough():
+    """`Decoder(..., topology=Topology(...))` needs no registry; here every branch is switched off."""
+    off = Topology(functools.partial(Gated, factor=0.0), "x", "a test", final_norm=False)
+    model = Decoder(config(positions="none"), topology=off)
+    params = {name: gated_params()[name] for name in ("embedding", "blocks")}
+    table = np.asarray(params["embedding"]["table"])
+    logits = jax.jit(model.apply)({"params": params}, tokens())
+    np.testing.assert_allclose(logits, table[np.asarray(tokens())] @ table.T, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_final_norm_exists_exactly_where_the_entry_says(name):
+    params = jax.eval_shape(Decoder(config(residual=name)).init, jax.random.key(0), tokens())["params"]
+    assert ("final_norm" in params) == topology(name).final_norm == (name != "post_norm")

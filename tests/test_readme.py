@@ -1,0 +1,65 @@
+"""Every README snippet runs as it stands: Python blocks whole, commands through the command itself."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jaxblock.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+PYTHON = [text for language, text in BLOCKS if language == "python"]
+COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines() if line]
+
+
+def test_readme_has_the_snippets_it_promises():
+    assert len(PYTHON) >= 3
+    assert {language for language, _ in BLOCKS} == {"python", "bash"}
+
+
+@pytest.mark.parametrize("snippet", PYTHON, ids=[f"snippet{i}" for i in range(len(PYTHON))])
+def test_python_snippet_runs(snippet, monkeypatch):
+    # A reader's session has JAX's defaults, not this test suite's stricter ones.
+    import jax
+
+    with jax.numpy_rank_promotion("allow"):
+        exec(compile(snippet, "README.md", "exec"), {"__name__": "__main__"})
+
+
+def test_commands_run_in_order(tmp_path, monkeypatch, capsys):
+    """The training and sampling lines, on a small text and for two steps; installing is what CI does."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    short = ["--run.steps", "2", "--data.path", "text.txt", "--sample.length", "4"]
+    short += ["--model.context", "16", "--model.width", "8", "--model.heads", "2"]
+    for line in COMMANDS:
+        words = shlex.split(line.split("&&")[-1])
+        if words[:2] == ["python", "train.py"]:
+            assert main(["train", *words[2:], *short]) == 0, line
+        elif words[0] == "jaxblock":
+            extra = ["--length", "4"] if words[1] == "sample" else []
+            assert main([*words[1:], *extra]) == 0, line
+        else:
+            assert words == ["pytest"], line
+    assert (tmp_path / "runs" / "deeper" / "summary.json").exists()
+    assert "import os" in capsys.readouterr().out
+
+
+def test_ci_runs_the_readmes_test_command():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert 'pip install -e ".[test]" && pytest' in README
+    assert '".[test]"' in script
+    assert "pytest" in script
+
+
+def test_file_map_names_files_that_exist():
+    table = README.split("## The files")[1].split("\n## ")[0]
+    for row in table.splitlines():
+        if row.startswith("| `"):
+            for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
+                path = ROOT / name if (ROOT / name).exists() else ROOT / "jaxblock" / name
+                assert path.exists(), name
