@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypedDict
 
 import tyro
 
-from jaxblock.contracts import check_choice
+from jaxblock.contracts import check_choice, nearest
 
 BAD_INPUT = 2
 SAMPLE_FIELDS = ("prompt", "length", "temperature", "top_k", "top_p")
@@ -35,12 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(arguments: Sequence[str]) -> int:
     """Train a language model: jaxblock train [CONFIG.toml] [--section.field VALUE]."""
-    from jaxblock.training.config_file import build_config, check_path, parse_override, read_config_file
+    from jaxblock.training.config_file import build_config, check_path, fields, parse_override, read_config_file
     from jaxblock.training.loop import train as run
     from jaxblock.training.prepare import prepare
     from jaxblock.training.run_folder import RunFolder
 
-    _check_flags(arguments, known=("config", "resume", "json", "help"), check_path=check_path)
+    known = ["resume", *(field.path for field in fields())]
+    _check_arguments(arguments, known, positionals=1, refuse=lambda name: check_path(name, "flag"))
     command = tyro.cli(
         _train_command(), prog="jaxblock train", description=train.__doc__, args=list(arguments)
     )
@@ -69,13 +70,19 @@ def train(arguments: Sequence[str]) -> int:
 
 def sample(arguments: Sequence[str]) -> int:
     """Continue a prompt with a trained run: jaxblock sample RUN --prompt TEXT."""
+    from jaxblock.training.config_file import parse_literal, parse_override
     from jaxblock.training.sample_run import sample_run
 
+    known = [*SAMPLE_FIELDS, "seed"]
+    loose = _check_arguments(arguments, known, positionals=1, refuse=lambda name: _refuse_flag(name, known))
+    if not loose and not _asks_for_help(arguments):
+        raise ValueError("RUN is missing; it must be the folder of a run: jaxblock sample RUN --prompt TEXT")
     command = tyro.cli(
         SampleCommand, prog="jaxblock sample", description=sample.__doc__, args=list(arguments)
     )
-    given = {name: getattr(command, name) for name in SAMPLE_FIELDS if getattr(command, name) is not None}
-    result = sample_run(Path(command.run), given, seed=command.seed)
+    texts = {name: getattr(command, name) for name in SAMPLE_FIELDS}
+    given = {name: parse_override(f"sample.{name}", text) for name, text in texts.items() if text is not None}
+    result = sample_run(Path(command.run), given, seed=parse_literal(command.seed))
     print(json.dumps(result._asdict()) if command.json else result.prompt + result.text)
     return 0
 
@@ -83,25 +90,28 @@ def sample(arguments: Sequence[str]) -> int:
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"train": train, "sample": sample}
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+Text = Annotated[str | None, tyro.conf.arg(metavar="STRING", help_behavior_hint="")]
+Integer = Annotated[str | None, tyro.conf.arg(metavar="INTEGER", help_behavior_hint="")]
+Number = Annotated[str | None, tyro.conf.arg(metavar="NUMBER", help_behavior_hint="")]
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleCommand:
-    """Continue a prompt with a trained run."""
+    """Continue a prompt with a trained run. Values stay text here: `config_file` reads and checks them."""
 
     run: Annotated[str, tyro.conf.Positional]
     """The run's folder."""
-    prompt: str | None = None
+    prompt: Text = None
     """Text to continue (token ids separated by spaces for token shards). Left out: as the run's config says."""
-    length: int | None = None
+    length: Integer = None
     """Tokens to draw. Left out, here and below: as the run's config says."""
-    temperature: float | None = None
+    temperature: Number = None
     """0 = greedy."""
-    top_k: int | None = None
+    top_k: Integer = None
     """Draw among the k likeliest tokens."""
-    top_p: float | None = None
+    top_p: Number = None
     """Draw among the likeliest tokens that hold this probability."""
-    seed: int = 0
+    seed: Annotated[str, tyro.conf.arg(metavar="INTEGER")] = "0"
     """Another seed, another continuation."""
     json: Flag = False
     """Print one line of JSON."""
@@ -135,15 +145,43 @@ def _train_command() -> type[TrainCommand]:
     return dataclasses.make_dataclass("TrainOverrides", kinds, bases=(TrainCommand,), frozen=True)
 
 
-def _check_flags(
-    arguments: Sequence[str], *, known: Sequence[str], check_path: Callable[[str, str], None]
-) -> None:
-    """Raise ValueError for a flag that no field has, with the nearest one."""
-    for argument in arguments:
-        if argument.startswith("--"):
-            name = argument[2:].split("=")[0].replace("-", "_")
-            if name not in known:
-                check_path(name, "flag")
+def _check_arguments(
+    arguments: Sequence[str], known: Sequence[str], *, positionals: int, refuse: Callable[[str], None]
+) -> list[str]:
+    """Say in one sentence what the parser would say on half a page; return the arguments that are no flags.
+
+    Args:
+      arguments: the words after the command's name.
+      known: flags that take a value; `--json` and `--help` take none.
+      positionals: most arguments that are no flags.
+      refuse: raises ValueError for a flag that is not known.
+    """
+    words, loose = list(arguments), []
+    while words:
+        word = words.pop(0)
+        flag, equals, _ = word.removeprefix("--").partition("=")
+        flag = flag.replace("-", "_")
+        if not word.startswith("--"):
+            loose.append(word)
+        elif flag in ("json", "help"):
+            if equals:
+                raise ValueError(f"flag --{flag} takes no value, but came as {word!r}")
+        elif flag not in known:
+            refuse(flag)
+        elif not equals and (not words or words.pop(0).startswith("--")):
+            raise ValueError(f"flag {word} needs a value; write {word}=VALUE")
+    unexpected = [word for word in loose if word.startswith("-") and word != "-h"] + loose[positionals:]
+    if unexpected:
+        raise ValueError(f"unexpected argument {unexpected[0]!r}; flags start with -- (see --help)")
+    return loose
+
+
+def _refuse_flag(name: str, known: Sequence[str]) -> None:
+    raise ValueError(f"unknown flag {name!r}{nearest(name, known)}")
+
+
+def _asks_for_help(arguments: Sequence[str]) -> bool:
+    return "-h" in arguments or "--help" in arguments
 
 
 def _report(run: Path, summary: Mapping[str, Any], sample: str) -> str:

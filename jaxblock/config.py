@@ -188,7 +188,9 @@ class ModelConfig:
         for name in ("param_dtype", "dtype", "stream_dtype"):
             check_choice(f"model.{name}", getattr(self, name), DTYPES)
         parse_choice("model.residual", self.residual)
-        resolve("model.initialization", self.initialization, INITIALIZATIONS)
+        initialization = resolve("model.initialization", self.initialization, INITIALIZATIONS)
+        if initialization.name == "gpt2":
+            check_number("model.initialization: std", initialization.options["std"], above=0.0)
         positions = resolve("model.positions", self.positions, POSITIONS)
         if positions.name == "rope":
             check_choice(
@@ -254,7 +256,7 @@ class ExecutionConfig:
     scan_unroll: int = 1
     """Blocks compiled into one step of the scan over depth: 1 = one compiled block, depth = a plain loop."""
     remat: str = "none"
-    """What the backward pass recomputes: none, full, dots (all but dense products), branch_out (all but branch outputs)."""
+    """What the backward pass recomputes: none, full, or all but: dots (dense products), branch_out (branch outputs)."""
     attention: str = "xla"
     """xla, blocked (never makes a [T, T] array), or cudnn (GPU, half precision)."""
 

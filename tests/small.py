@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxblock import Decoder, ExecutionConfig, ModelConfig
-from jaxblock.residual import REGISTRY
+from jaxblock.residual import REGISTRY, Topology
 
 CONNECTIONS = sorted(REGISTRY)
+SCANNED = ExecutionConfig()
 SIZES = {"vocab_size": 11, "context": 8, "depth": 3, "width": 8, "heads": 2}
 
 
@@ -25,11 +26,22 @@ def tokens(batch: int = 2, length: int = 6, *, seed: int = 0, vocab_size: int = 
 
 
 @functools.cache
-def built(model_config: ModelConfig, execution: ExecutionConfig = ExecutionConfig()) -> tuple[Decoder, Any]:
-    """Return a decoder and its parameters, moved off their initial zeros and ones so that every leaf matters."""
-    model = Decoder(model_config, execution)
-    params = jax.jit(model.init)(jax.random.key(0), tokens())["params"]
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    moved = [x + 0.1 * jax.random.normal(key, x.shape, x.dtype) for x, key in zip(leaves, keys, strict=True)]
-    return model, jax.tree.unflatten(structure, moved)
+def built(
+    model_config: ModelConfig,
+    execution: ExecutionConfig = SCANNED,
+    topology: Topology | None = None,
+) -> tuple[Decoder, Any]:
+    """Return a decoder and parameters off their initial zeros and ones, so that every leaf matters.
+
+    The values are numpy's: compiling `init` takes longer than most tests.
+    """
+    model = Decoder(model_config, execution, topology)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens(1, 2))["params"]
+    draw = np.random.default_rng(0)
+
+    def leaf(path: tuple, x: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].key
+        scale = 0.35 if name in ("kernel", "table") else 0.1
+        return jnp.asarray(draw.normal(scale=scale, size=x.shape) + (name in ("scale", "gate")), x.dtype)
+
+    return model, jax.tree_util.tree_map_with_path(leaf, shapes)

@@ -3,9 +3,10 @@
 A section that a file leaves out is as in `configs/quickstart.toml`; a section it opens is complete in itself.
 """
 
+import functools
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import tomli_w
 
 from jaxblock.contracts import nearest
 from jaxblock.training.config import TrainConfig
+from jaxblock.training.files import replace_text
 
 
 class Field(NamedTuple):
@@ -31,15 +33,17 @@ class Field(NamedTuple):
         return f"{self.section}.{self.name}"
 
 
-def fields() -> Iterator[Field]:
-    """Yield every field of every section, in order."""
-    schema = TrainConfig.model_json_schema()
+@functools.cache
+def fields() -> tuple[Field, ...]:
+    """Return every field of every section, in order."""
+    schema, found = TrainConfig.model_json_schema(), []
     for section, reference in schema["properties"].items():
         properties = schema["$defs"][reference["$ref"].rsplit("/", 1)[1]]["properties"]
         for name, entry in properties.items():
             kinds = [part.get("type") for part in entry.get("anyOf", [entry])]
             default = reference["default"][name]
-            yield Field(section, name, str(kinds[0]), entry["description"], default)
+            found.append(Field(section, name, str(kinds[0]), entry["description"], default))
+    return tuple(found)
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -55,22 +59,27 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"config file {str(path)!r} does not exist{near}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"config file {str(path)!r} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"config file {str(path)!r} is not TOML: {error}") from error
 
 
 def parse_override(path: str, text: str) -> Any:
     """Return the value a flag's text stands for: text where the field is text, else a TOML literal or "none"."""
     kinds = {field.path: field.type for field in fields()}
+    if kinds[path] == "string" and text != "none":
+        return text
+    return parse_literal(text)
+
+
+def parse_literal(text: str) -> Any:
+    """Return the value of a TOML literal, "none", or true and false in any case; any other text is itself."""
     if text == "none":
         return None
-    if kinds[path] == "string":
-        return text
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        literal = text.lower()
-        return {"true": True, "false": False}.get(literal, text)
+        parsed = tomllib.loads(f"value = {text}")
+    except ValueError:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def build_config(values: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -88,14 +97,19 @@ def build_config(values: Mapping[str, Any], overrides: Mapping[str, Any] | None 
         merged[section] = {**merged[section], name: value}
     try:
         # In JSON, strict still reads a list as a tuple and a table as a record; nothing else is converted.
-        return TrainConfig.model_validate_json(json.dumps(merged, default=str))
+        return TrainConfig.model_validate_json(json.dumps(merged, default=_refuse_date))
     except pydantic.ValidationError as error:
         raise ValueError(_sentence(error)) from error
 
 
+def _refuse_date(value: Any) -> Any:
+    """Raise ValueError for the TOML values that JSON does not have: a date as text would pass for a name."""
+    raise ValueError(f"the config holds {value}, a date or time; no field is one: write text in quotes")
+
+
 def write_config(config: TrainConfig, path: Path) -> None:
     """Write the resolved config as TOML."""
-    path.write_bytes(tomli_w.dumps(config.as_dict()).encode())
+    replace_text(path, tomli_w.dumps(config.as_dict()))
 
 
 def differences(ours: TrainConfig, theirs: TrainConfig) -> list[str]:

@@ -45,9 +45,7 @@ def train(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> tup
         folder.create(config)
     keys = run_keys(config.run.seed)
     with Checkpoints(folder.checkpoints) as checkpoints, Interrupts() as interrupts:
-        state = jax.jit(functools.partial(init_state, prepared.model, config))(keys.init)
-        if (saved := checkpoints.latest()) is not None:
-            state = checkpoints.restore(saved, state)
+        state = _first_state(prepared, keys.init, checkpoints)
         done, parameters = int(state.step), count_parameters(state.params)
         folder.start_metrics(corpus, after=done)
         with Progress(steps=config.run.steps, done=done) as progress:
@@ -71,6 +69,17 @@ def train(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> tup
         }
         summary = finish_run(prepared, folder, state.params, facts, started=start)
     return code, summary
+
+
+def _first_state(prepared: Prepared, key: Array, checkpoints: Checkpoints) -> TrainState:
+    """Return the newest saved state, or initial values where there is none."""
+    init = functools.partial(init_state, prepared.model, prepared.config)
+    saved = checkpoints.latest()
+    if saved is not None:
+        return checkpoints.restore(saved, jax.eval_shape(init, key))
+    # It runs once: on CPU, optimizing the random draws takes many times longer than drawing.
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(init, compiler_options=options)(key)
 
 
 class _Loop:

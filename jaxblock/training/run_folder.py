@@ -12,6 +12,7 @@ from typing import Any
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.config_file import build_config, differences, read_config_file, write_config
 from jaxblock.training.corpus import Corpus
+from jaxblock.training.files import replace_text
 
 
 class RunFolder:
@@ -100,7 +101,7 @@ class RunFolder:
             "bytes_per_token": corpus.bytes_per_token,
         }
         kept = [row for row in self.read_metrics() if row["step"] <= after and row.get("event") is None]
-        replace(self.metrics, "".join(json.dumps(row) + "\n" for row in [first, *kept]))
+        replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in [first, *kept]))
 
     def reads_bytes(self) -> bool:
         """Return whether the run's tokens are bytes of text, as its first row of metrics says."""
@@ -111,11 +112,4 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
-        replace(self.summary, json.dumps(summary, indent=2) + "\n")
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file in one move: readers see the old text or the new, never a part."""
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+        replace_text(self.summary, json.dumps(summary, indent=2) + "\n")

@@ -6,9 +6,10 @@ import time
 from importlib.metadata import version
 from typing import Any
 
+from jaxblock.training.files import replace_text
 from jaxblock.training.plots import plot_run
 from jaxblock.training.prepare import Prepared, run_keys
-from jaxblock.training.run_folder import RunFolder, replace
+from jaxblock.training.run_folder import RunFolder
 from jaxblock.training.sampling import continue_prompt, decode
 from jaxblock.types import Params
 from jaxblock.version import __version__
@@ -33,7 +34,7 @@ def finish_run(
     tokens = continue_prompt(prepared.model, params, prepared.prompt_1T, config.sample, key=key)
     as_bytes = corpus.bytes_per_token is not None
     prompt, text = decode(prepared.prompt_1T[0], as_bytes=as_bytes), decode(tokens, as_bytes=as_bytes)
-    replace(folder.sample, prompt + ("" if as_bytes else " ") + text + "\n")
+    replace_text(folder.sample, prompt + ("" if as_bytes else " ") + text + "\n")
 
     rows = folder.read_metrics()
     plot_run(rows, folder.plots, baseline=facts["baseline_trigram_loss"])

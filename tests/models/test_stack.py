@@ -123,8 +123,13 @@ def test_each_layer_and_each_site_draws_its_own_mask():
 
     layers = LayerInputs(window=jnp.arange(4))
     stream = run_blocks(
-        DropBlock(), {"unused": jnp.zeros((4, 1))}, jnp.zeros((64, 4, 2)), None, layers,
-        dropout_key=jax.random.key(0), execution=ExecutionConfig(),
+        DropBlock(),
+        {"unused": jnp.zeros((4, 1))},
+        jnp.zeros((64, 4, 2)),
+        None,
+        layers,
+        dropout_key=jax.random.key(0),
+        execution=ExecutionConfig(),
     )
     masks = np.asarray(stream).transpose(1, 2, 0).reshape(8, 64)
     assert set(np.unique(masks)) <= {0.0, 2.0}
@@ -151,9 +156,7 @@ def test_layer_starts_as_the_block_alone_would():
     from jaxblock.models import init_blocks
 
     keys = jax.random.split(jax.random.key(9), 3)
-    stacked = init_blocks(
-        block, jax.random.key(9), jnp.zeros((1, 1, 8)), inputs, LayerInputs(), depth=3
-    )
+    stacked = init_blocks(block, jax.random.key(9), jnp.zeros((1, 1, 8)), inputs, LayerInputs(), depth=3)
     for i, key in enumerate(keys):
         alone = block.init(key, jnp.zeros((1, 1, 8)), inputs, LayerInputs())["params"]
         chex.assert_trees_all_close(jax.tree.map(lambda x, i=i: x[i], stacked), alone, rtol=1e-6)
@@ -174,7 +177,9 @@ def test_b38_every_combination_of_scan_remat_dropout_initialises_and_runs(scan, 
     model_config = config(branch_dropout=rate, depth=3)
     model = Decoder(model_config, ExecutionConfig(scan_unroll=scan, remat=remat))
     reference, params = built(model_config)
-    chex.assert_trees_all_equal_shapes(jax.eval_shape(model.init, jax.random.key(0), tokens())["params"], params)
+    chex.assert_trees_all_equal_shapes(
+        jax.eval_shape(model.init, jax.random.key(0), tokens())["params"], params
+    )
     value, _ = jax.jit(jax.value_and_grad(functools.partial(objective, model), has_aux=True))(
         params, tokens(), jax.random.key(1)
     )

@@ -146,9 +146,7 @@ def watched_dtypes(stream: str, compute: str, unroll: int) -> tuple[list[str], s
 
 
 @pytest.mark.parametrize("unroll", [1, 3], ids=["scanned", "unrolled"])
-@pytest.mark.parametrize(
-    ("stream", "compute"), [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
-)
+@pytest.mark.parametrize(("stream", "compute"), [("float32", "bfloat16"), ("bfloat16", "bfloat16")])
 def test_b34_every_block_is_entered_in_the_streams_dtype(stream, compute, unroll):
     seen, logits = watched_dtypes(stream, compute, unroll)
     print(f"stream {stream}, compute {compute}: {seen}")

@@ -12,7 +12,7 @@ from jaxblock import Decoder, ModelConfig
 from jaxblock.axes import roles
 from jaxblock.modules import Norm
 from jaxblock.residual import REGISTRY, Topology, topology
-from tests.small import CONNECTIONS, config, tokens
+from tests.small import CONNECTIONS, built, config, tokens
 
 
 class Gated(nn.Module):
@@ -79,15 +79,10 @@ def test_options_are_the_factorys_keywords():
 
 
 def test_a_config_refuses_what_cannot_be_a_choice():
-    with pytest.raises(ValueError, match="model.residual is 'pre norm'"):
+    with pytest.raises(ValueError, match=r"model\.residual is 'pre norm'"):
         config(residual="pre norm")
     with pytest.raises(ValueError, match="did you mean 'pre_norm'"):
         jax.eval_shape(Decoder(config(residual="pre_nrom")).init, jax.random.key(0), tokens())
-
-
-@functools.cache
-def gated_params() -> dict:
-    return jax.jit(Decoder(config(), topology=gated()).init)(jax.random.key(0), tokens())["params"]
 
 
 def without_gates(params: dict) -> dict:
@@ -101,8 +96,12 @@ def without_gates(params: dict) -> dict:
 
 def test_an_invented_connection_trains_scans_and_is_labelled():
     """With a gate of one it is pre-norm, and the gate of every block has a gradient."""
-    model, params = Decoder(config(), topology=topology("gated(factor=1.0)", MINE)), gated_params()
-    assert params["blocks"]["attention_connection"]["gate"].shape == (3, 8)
+    model, params = built(config(), topology=topology("gated(factor=1.0)", MINE))
+    gates = [part for part in params["blocks"].values() if "gate" in part]
+    assert [part["gate"].shape for part in gates] == [(3, 8), (3, 8)]
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.ones_like(x) if path[-1].key == "gate" else x, params
+    )
     assert roles(params)["blocks"]["feed_forward_connection"] == {
         "gate": "connection",
         "norm": {"scale": "norm", "bias": "norm"},
@@ -114,15 +113,14 @@ def test_an_invented_connection_trains_scans_and_is_labelled():
 
     (_, logits), gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))(params)
     want = jax.jit(Decoder(config()).apply)({"params": without_gates(params)}, tokens())
-    np.testing.assert_allclose(logits, want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(logits, want, rtol=1e-4, atol=1e-5)
     assert np.all(np.asarray(gradient["blocks"]["attention_connection"]["gate"]) != 0)
 
 
 def test_a_plain_record_is_enough():
     """`Decoder(..., topology=Topology(...))` needs no registry; here every branch is switched off."""
     off = Topology(functools.partial(Gated, factor=0.0), "x", "a test", final_norm=False)
-    model = Decoder(config(positions="none"), topology=off)
-    params = {name: gated_params()[name] for name in ("embedding", "blocks")}
+    model, params = built(config(positions="none"), topology=off)
     table = np.asarray(params["embedding"]["table"])
     logits = jax.jit(model.apply)({"params": params}, tokens())
     np.testing.assert_allclose(logits, table[np.asarray(tokens())] @ table.T, rtol=1e-5, atol=1e-6)
