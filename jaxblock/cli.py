@@ -35,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(arguments: Sequence[str]) -> int:
     """Train a language model: jaxblock train [CONFIG.toml] [--section.field VALUE]."""
-    from jaxblock.training.config_file import build_config, check_path, fields, parse_override, read_config_file
+    from jaxblock.training.config_file import (
+        build_config,
+        check_path,
+        fields,
+        parse_override,
+        read_config_file,
+    )
     from jaxblock.training.loop import train as run
     from jaxblock.training.prepare import prepare
     from jaxblock.training.run_folder import RunFolder
@@ -161,6 +167,8 @@ def _check_arguments(
         word = words.pop(0)
         flag, equals, _ = word.removeprefix("--").partition("=")
         flag = flag.replace("-", "_")
+        if word == "-h":
+            continue
         if not word.startswith("--"):
             loose.append(word)
         elif flag in ("json", "help"):
@@ -170,7 +178,7 @@ def _check_arguments(
             refuse(flag)
         elif not equals and (not words or words.pop(0).startswith("--")):
             raise ValueError(f"flag {word} needs a value; write {word}=VALUE")
-    unexpected = [word for word in loose if word.startswith("-") and word != "-h"] + loose[positionals:]
+    unexpected = [word for word in loose if word.startswith("-")] + loose[positionals:]
     if unexpected:
         raise ValueError(f"unexpected argument {unexpected[0]!r}; flags start with -- (see --help)")
     return loose

@@ -31,15 +31,15 @@ class RunConfig(_Section):
     """Names the run's folder, runs/NAME-TIME, when dir is left out."""
     dir: str | None = None
     """The run's folder; it must not exist."""
-    steps: int = 800
+    steps: int = 1200
     """Number of optimizer steps."""
     seed: int = 0
     """Decides initial parameters, order of the data, dropout and the sample."""
     log_every: int = 20
     """Steps between progress lines; metrics.jsonl has every step."""
-    evaluate_every: int = 200
+    evaluate_every: int = 600
     """Steps between evaluations of the whole validation slice; the last step is always evaluated."""
-    checkpoint_every: int = 200
+    checkpoint_every: int = 300
     """Steps between checkpoints; the last step is always saved."""
 
     @pydantic.model_validator(mode="after")
@@ -59,7 +59,7 @@ class DataConfig(_Section):
 
     path: str | None = None
     """A text or JSONL file, a folder of them, or .bin token shards. Left out: the standard library's source."""
-    batch: int = 16
+    batch: int = 8
     """B, sequences per step."""
     seams: str = "joined"
     """joined: windows run on across documents; separate: neither attention nor loss crosses a seam."""
@@ -160,8 +160,19 @@ class TrainConfig(_Section):
     """A training run."""
 
     run: RunConfig = RunConfig()
-    model: ModelConfig = ModelConfig(vocab_size=256, context=128, depth=4, width=128, heads=4)
-    execution: ExecutionConfig = ExecutionConfig()
+    model: ModelConfig = ModelConfig(
+        vocab_size=256,
+        context=128,
+        depth=4,
+        width=128,
+        heads=4,
+        feed_forward="swiglu",
+        norm="rms_norm",
+        bias=False,
+        positions="rope",
+        initialization="zero_output",
+    )
+    execution: ExecutionConfig = ExecutionConfig(scan_unroll=4)
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()

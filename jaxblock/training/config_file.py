@@ -26,6 +26,8 @@ class Field(NamedTuple):
     type: str
     description: str
     default: Any
+    optional: bool
+    """Whether it can be left out: "none" is then no value, and a name everywhere else."""
 
     @property
     def path(self) -> str:
@@ -42,7 +44,8 @@ def fields() -> tuple[Field, ...]:
         for name, entry in properties.items():
             kinds = [part.get("type") for part in entry.get("anyOf", [entry])]
             default = reference["default"][name]
-            found.append(Field(section, name, str(kinds[0]), entry["description"], default))
+            text = entry["description"]
+            found.append(Field(section, name, str(kinds[0]), text, default, "null" in kinds))
     return tuple(found)
 
 
@@ -64,17 +67,15 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def parse_override(path: str, text: str) -> Any:
-    """Return the value a flag's text stands for: text where the field is text, else a TOML literal or "none"."""
-    kinds = {field.path: field.type for field in fields()}
-    if kinds[path] == "string" and text != "none":
-        return text
-    return parse_literal(text)
+    """Return what a flag's text stands for: "none" where it can be left out, text where it is text, else TOML."""
+    field = next(field for field in fields() if field.path == path)
+    if field.optional and text == "none":
+        return None
+    return text if field.type == "string" else parse_literal(text)
 
 
 def parse_literal(text: str) -> Any:
-    """Return the value of a TOML literal, "none", or true and false in any case; any other text is itself."""
-    if text == "none":
-        return None
+    """Return the value of a TOML literal, or of true and false in any case; any other text is itself."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except ValueError:

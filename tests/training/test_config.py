@@ -44,10 +44,10 @@ CHANGED = TrainConfig(
         heads=6,
         kv_heads=3,
         hidden=20,
-        feed_forward="swiglu",
-        norm="rms_norm",
+        feed_forward="relu",
+        norm="layer_norm",
         norm_epsilon=1e-6,
-        bias=False,
+        bias=True,
         positions='rope(base=500.0, convention="interleaved")',
         residual="peri_norm",
         wiring="parallel",
@@ -263,6 +263,11 @@ def test_a_section_that_a_file_opens_is_complete_in_itself():
         ("run.steps", "3\nseed = 4", "3\nseed = 4"),
         ("run.steps", "9" * 5000, "9" * 5000),
         ("run.dir", "none", None),
+        ("run.name", "none", "none"),
+        ("model.positions", "none", "none"),
+        ("model.residual", "none", "none"),
+        ("execution.remat", "none", "none"),
+        ("run.steps", "none", "none"),
         ("run.dir", "3", "3"),
         ("run.name", "true", "true"),
         ("model.bias", "false", False),
@@ -294,7 +299,7 @@ def test_differences_name_every_field_that_differs_and_no_other():
     other = build_config({}, {"model.depth": 6, "run.dir": "x", "model.window": [3]})
     assert differences(other, DEFAULT) == [
         "run.dir: 'x', None",
-        "model.depth: 6, 4",
+        f"model.depth: 6, {DEFAULT.model.depth}",
         "model.window: (3,), ()",
     ]
     assert len(differences(CHANGED, DEFAULT)) == len(fields())

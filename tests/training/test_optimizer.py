@@ -18,7 +18,7 @@ from jaxblock.training.config_file import build_config, fields
 from jaxblock.training.optimizer import decay_mask, decay_table, learning_rate_schedule, make_optimizer
 from jaxblock.training.step import make_step
 from tests.small import CONNECTIONS, built, config, tokens
-from tests.small_training import batch, state_of, training
+from tests.small_training import Bigram, batch, bigram_params, state_of, training
 
 B57 = [1 / 4, 2 / 4, 3 / 4, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0]
 LINEAR = {"learning_rate": 1.0, "schedule": "linear(final=0.0)", "warmup": 0.4}
@@ -75,20 +75,6 @@ def test_the_cosine_is_half_way_down_half_way_through():
 
 
 # A step in float64 -----------------------------------------------------------------------------------------
-
-
-class Bigram:
-    """logits = E[x] K: a model whose gradient can be written down. E is a table, K a head's kernel."""
-
-    def apply(self, variables, tokens_BT, *, segments_BT, rngs):
-        params = variables["params"]
-        return params["embedding"]["table"][tokens_BT] @ params["head"]["kernel"]
-
-
-def bigram_params(vocab_size: int = 11, width: int = 4) -> dict:
-    draw = np.random.default_rng(5)
-    table_VD, kernel_DV = draw.normal(size=(vocab_size, width)), draw.normal(size=(width, vocab_size))
-    return {"embedding": {"table": jnp.float32(table_VD)}, "head": {"kernel": jnp.float32(kernel_DV)}}
 
 
 def bigram_gradient(table_VD, kernel_DV, data):

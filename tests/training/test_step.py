@@ -1,7 +1,5 @@
 """One optimizer step: dtypes, keys, the guard, what is logged, and a program that does not grow with depth."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,162 +7,205 @@ import numpy as np
 import pytest
 
 from jaxblock import Decoder, ExecutionConfig
-from jaxblock.training.batches import Batch
-from jaxblock.training.config import LossConfig, OptimizerConfig, RunConfig, TrainConfig
-from jaxblock.training.step import init_state, make_evaluation, make_step
-from tests.small import config, tokens
+from jaxblock.training.step import make_evaluation, make_step
+from tests.small_training import (
+    Bigram,
+    abstract_state,
+    batch,
+    bigram_params,
+    state_of,
+    stepper,
+    traced_once,
+    training,
+)
 
 KEY = jax.random.key(7)
+BASE = training(optimizer={"schedule": "constant", "warmup": 0.0, "weight_decay": 0.0})
+DROPOUT = {"attention_dropout": 0.5, "hidden_dropout": 0.5, "branch_dropout": 0.5}
+# Every way in which training's objective differs from the plain loss; the learning rate of B41.
+NOISY = training(optimizer={"learning_rate": 0.0}, loss={"z_loss": 0.1, "label_smoothing": 0.2}, **DROPOUT)
 
 
-def train_config(*, steps=10, optimizer=None, loss=None, execution=None, **model):
-    return TrainConfig(
-        run=RunConfig(steps=steps),
-        model=config(**model),
-        execution=execution or ExecutionConfig(),
-        optimizer=optimizer or OptimizerConfig(),
-        loss=loss or LossConfig(),
-    )
+def poisoned():
+    """Return a batch with one target that does not exist, whose loss is NaN."""
+    targets_BT = batch().targets_BT.copy()
+    targets_BT[1, 2] = 99
+    return batch()._replace(targets_BT=targets_BT)
 
 
-@functools.cache
-def ready(made: TrainConfig):
-    """Return the jitted step and the first state of a config."""
-    model = Decoder(made.model, made.execution)
-    state = jax.jit(functools.partial(init_state, model, made))(jax.random.key(0))
-    return jax.jit(make_step(model, made)), state
+def dtypes(tree) -> set[str]:
+    return {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
 
 
-def batch(seed=0, *, bad=False):
-    tokens_BT = np.asarray(tokens(2, 7, seed=seed))
-    targets_BT = tokens_BT[:, 1:].copy()
-    if bad:
-        targets_BT[0, 0] = 99  # no such id: the loss is NaN
-    return Batch(tokens_BT[:, :-1], targets_BT, np.ones((2, 6), bool), None)
+# Types -----------------------------------------------------------------------------------------------------
 
 
 def test_b36_sixty_four_bit_mode_keeps_every_dtype():
-    made = train_config(depth=1)
+    run = training(**DROPOUT, loss={"z_loss": 0.1, "label_smoothing": 0.1})
     with jax.enable_x64(True):
-        model = Decoder(made.model)
-        state = jax.jit(functools.partial(init_state, model, made))(jax.random.key(0))
-        after, metrics = jax.jit(make_step(model, made))(state, batch(), KEY)
-        chex.assert_trees_all_equal_dtypes(state, after)
-        for leaf in jax.tree.leaves((after.params, after.moments)):
-            assert leaf.dtype in (jnp.float32, jnp.int32)
-        assert all(x.dtype == jnp.float32 for x in metrics if x.dtype != jnp.bool_)
+        assert (jnp.arange(3) + 0.5).dtype == jnp.float64  # the mode is on: this is what the fault is made of
+        model, state = abstract_state(run)
+        after, metrics = jax.eval_shape(make_step(model, run), state, batch(), KEY)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    assert dtypes(state.params) == {"float32"}
+    assert dtypes(state.moments) == {"float32", "int32"}
+    assert state.step.dtype == jnp.int32
+    assert dtypes(metrics._replace(healthy=metrics.loss)) == {"float32"}
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_moments_keep_the_parameters_dtype(param_dtype):
+    run = training(param_dtype=param_dtype, dtype="bfloat16", stream_dtype="bfloat16")
+    model, state = abstract_state(run)
+    after, _ = jax.eval_shape(make_step(model, run), state, batch(), KEY)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    assert dtypes(state.params) == {param_dtype}
+    assert dtypes(state.moments) == {param_dtype, "int32"}
+
+
+def test_b34_bfloat16_compute_leaves_parameters_moments_and_logits_in_float32():
+    run = BASE.model_copy(update={"model": training(dtype="bfloat16").model})
+    step, state = stepper(run)
+    after, metrics = step(state, batch(), KEY)
+    assert dtypes(after.params) == {"float32"}
+    assert dtypes(after.moments) == {"float32", "int32"}
+    assert bool(metrics.healthy)
+    logits_BTV = jax.eval_shape(Decoder(run.model).apply, {"params": state.params}, batch().inputs_BT)
+    assert logits_BTV.dtype == jnp.float32
+    exact, same_state = stepper(BASE)
+    chex.assert_trees_all_equal(state.params, same_state.params)
+    want = float(exact(same_state, batch(), KEY)[1].loss)
+    assert float(metrics.loss) != want
+    assert float(metrics.loss) == pytest.approx(want, rel=0.02)
+
+
+# Keys ------------------------------------------------------------------------------------------------------
+
+
+def three_losses(run, key) -> list[float]:
+    step, state = stepper(run)
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch(), key)
+        losses.append(float(metrics.loss))
+    return losses
 
 
 def test_b41_each_step_drops_other_entries_and_a_rerun_the_same():
-    made = train_config(optimizer=OptimizerConfig(learning_rate=0.0), branch_dropout=0.5)
-    step, first = ready(made)
-
-    def three_losses(key):
-        state, losses = first, []
-        for _ in range(3):
-            state, metrics = step(state, batch(), key)
-            losses.append(float(metrics.loss))
-        return losses
-
-    once = three_losses(KEY)
+    once = three_losses(NOISY, KEY)
     assert len(set(once)) == 3
-    assert three_losses(KEY) == once
-    assert three_losses(jax.random.key(8)) != once
+    assert three_losses(NOISY, KEY) == once
+    assert set(three_losses(NOISY, jax.random.key(8))).isdisjoint(once)
 
 
-def test_without_dropout_and_learning_rate_the_losses_are_equal():
-    """The control of B41: it is the key that makes them differ."""
-    step, state = ready(train_config(optimizer=OptimizerConfig(learning_rate=0.0)))
-    state, once = step(state, batch(), KEY)
-    _, again = step(state, batch(), KEY)
-    assert float(once.loss) == float(again.loss)
+def test_b41_control_without_dropout_step_and_key_change_nothing():
+    step, state = stepper(BASE)
+    losses = {
+        float(step(state._replace(step=jnp.int32(number)), batch(), key)[1].loss)
+        for number in range(3)
+        for key in (KEY, jax.random.key(8))
+    }
+    assert len(losses) == 1
 
 
-def test_non_finite_loss_stops_every_later_update():
-    step, state = ready(train_config())
-    state, good = step(state, batch(), KEY)
+# The guard -------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_stops_this_update_and_every_later_one():
+    step, state = stepper(BASE)
+    before, good = step(state, batch(), KEY)
     assert bool(good.healthy)
-    stopped, bad = step(state, batch(bad=True), KEY)
+    assert not np.array_equal(before.params["embedding"]["table"], state.params["embedding"]["table"])
+    stopped, bad = step(before, poisoned(), KEY)
     assert not bad.healthy
     assert np.isnan(bad.loss)
-    chex.assert_trees_all_equal(stopped._replace(healthy=state.healthy), state)
+    chex.assert_trees_all_equal(stopped._replace(healthy=before.healthy), before)
     later, metrics = step(stopped, batch(), KEY)
+    assert np.isfinite(metrics.loss)
     assert not metrics.healthy
     chex.assert_trees_all_equal(later, stopped)
 
 
-def test_overfits_one_batch():
-    optimizer = OptimizerConfig(learning_rate=0.02, schedule="constant", weight_decay=0.0)
-    made = train_config(steps=200, optimizer=optimizer, width=16, depth=2)
-    step, state = ready(made)
-    for _ in range(200):
+def test_a_gradient_that_is_not_finite_stops_too():
+    """A finite loss whose gradient overflows: the squares of gradients of 1e25 are beyond float32."""
+    run = training()
+    params = jax.tree.map(lambda leaf: leaf * 0.0, bigram_params())
+    params["head"]["kernel"] = params["head"]["kernel"] + 1e25 * jnp.arange(11.0)[None]
+    state = state_of(run, params)
+    after, metrics = jax.jit(make_step(Bigram(), run))(state, batch(), KEY)
+    assert np.isfinite(metrics.loss)
+    assert not np.isfinite(metrics.gradient_norm)
+    assert not metrics.healthy
+    chex.assert_trees_all_equal(after.params, params)
+
+
+# Learning --------------------------------------------------------------------------------------------------
+
+
+def test_one_batch_is_learnt_by_heart_with_one_trace():
+    """`stepper` fails at a second trace."""
+    step, state = stepper(BASE)
+    losses = []
+    for number in range(1, 101):
         state, metrics = step(state, batch(), KEY)
-    assert float(metrics.loss) < 0.1
+        losses.append(float(metrics.loss))
+        assert int(state.step) == number
+    assert losses[0] > 2
+    assert losses[-1] < 0.1
 
 
-def test_bfloat16_compute_keeps_float32_parameters_and_stream():
-    made = train_config(dtype="bfloat16", width=16)
-    step, state = ready(made)
-    after, metrics = step(state, batch(), KEY)
-    chex.assert_trees_all_equal_dtypes(state, after)
-    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(after.params))
-    assert bool(metrics.healthy)
-    exact, _ = ready(train_config(width=16))
-    _, reference = exact(state, batch(), KEY)
-    assert float(metrics.loss) != float(reference.loss)
-    assert float(metrics.loss) == pytest.approx(float(reference.loss), rel=0.02)
+def test_a_second_trace_would_be_noticed():
+    run = training()
+    step = traced_once(make_step(Bigram(), run))
+    state, _ = step(state_of(run, bigram_params()), batch(), KEY)
+    state, _ = step(state, batch(seed=1), KEY)
+    with pytest.raises(AssertionError, match="traced 2 times"):
+        step(state, jax.tree.map(lambda x: x[:1], batch()), KEY)
 
 
-def test_z_loss_and_smoothing_move_the_objective_and_not_the_loss():
-    _, state = ready(train_config())
-    plain = ready(train_config())[0](state, batch(), KEY)[1]
-    assert float(plain.objective) == pytest.approx(float(plain.loss), rel=1e-6)
-    for loss in (LossConfig(z_loss=0.1), LossConfig(label_smoothing=0.1)):
-        metrics = ready(train_config(loss=loss))[0](state, batch(), KEY)[1]
-        assert float(metrics.loss) == pytest.approx(float(plain.loss), rel=1e-6)
-        assert abs(float(metrics.objective) - float(plain.objective)) > 1e-3
+# Loss and objective ----------------------------------------------------------------------------------------
 
 
-def test_evaluation_is_the_plain_loss_without_dropout():
-    made = train_config(loss=LossConfig(z_loss=0.1), branch_dropout=0.5)
-    _, state = ready(made)
-    evaluate = jax.jit(make_evaluation(Decoder(made.model), made))
-    result = evaluate(state.params, batch())
-    assert float(result.total) == float(result.nats)
-    plain = ready(train_config())[0](state, batch(), KEY)[1]
-    assert float(result.nats / result.weight) == pytest.approx(float(plain.loss), rel=1e-5)
+@pytest.mark.parametrize(("z_loss", "smoothing"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.2)])
+def test_z_loss_and_smoothing_move_the_objective_and_not_the_loss(z_loss, smoothing):
+    run = training(loss={"z_loss": z_loss, "label_smoothing": smoothing})
+    params = bigram_params()
+    _, metrics = jax.jit(make_step(Bigram(), run))(state_of(run, params), batch(), KEY)
+    table_VD, kernel_DV = (np.float64(leaf) for leaf in jax.tree.leaves(params))
+    valid_BT = batch().valid_BT
+    logits_NV = table_VD[batch().inputs_BT[valid_BT]] @ kernel_DV
+    log_z_N = np.log(np.exp(logits_NV).sum(1))
+    log_p_NV = logits_NV - log_z_N[:, None]
+    nats = -log_p_NV[np.arange(11), batch().targets_BT[valid_BT]].mean()
+    objective = (1 - smoothing) * nats - smoothing * log_p_NV.mean() + z_loss * (log_z_N**2).mean()
+    np.testing.assert_allclose(metrics.loss, nats, rtol=1e-5)
+    np.testing.assert_allclose(metrics.objective, objective, rtol=1e-5)
+    assert (abs(objective - nats) > 1e-2) == bool(z_loss or smoothing)
 
 
-def test_separate_documents_drop_the_seam_and_change_the_loss():
-    step, state = ready(train_config())
-    joined = batch()
-    segments_BT = np.asarray([[1, 1, 1, 2, 2, 2]] * 2, np.int32)
-    separate = joined._replace(segments_BT=segments_BT, valid_BT=np.asarray([[1, 1, 0, 1, 1, 1]] * 2, bool))
-    _, whole = step(state, joined, KEY)
-    _, parts = step(state, separate, KEY)
-    assert int(whole.tokens) == 12
-    assert int(parts.tokens) == 10
-    assert float(whole.loss) != float(parts.loss)
+def test_evaluation_is_the_plain_loss_without_dropout_smoothing_and_z_loss():
+    step, state = stepper(NOISY)
+    result = jax.jit(make_evaluation(Decoder(NOISY.model), NOISY))(state.params, batch())
+    assert float(result.loss) == pytest.approx(float(result.nats / result.weight), rel=1e-6)
+    assert float(result.weight) == 11
+    plain, same_state = stepper(BASE)
+    chex.assert_trees_all_equal(state.params, same_state.params)
+    assert float(result.loss) == pytest.approx(float(plain(same_state, batch(), KEY)[1].loss), rel=1e-5)
+    noisy = step(state, batch(), KEY)[1]
+    assert abs(float(result.loss) / float(noisy.loss) - 1) > 1e-3
+    assert abs(float(result.loss) / float(noisy.objective) - 1) > 1e-3
 
 
-def lowered_size(depth, execution=ExecutionConfig()):
-    made = train_config(depth=depth, execution=execution)
-    model = Decoder(made.model, made.execution)
-    state = jax.eval_shape(functools.partial(init_state, model, made), KEY)
-    return len(jax.jit(make_step(model, made)).lower(state, batch(), KEY).as_text())
+# Depth -----------------------------------------------------------------------------------------------------
 
 
-def test_lowered_step_does_not_grow_with_depth():
+def lowered_size(depth: int, unroll: int = 1) -> int:
+    run = training(depth=depth, execution=ExecutionConfig(scan_unroll=unroll))
+    model, state = abstract_state(run)
+    return len(jax.jit(make_step(model, run)).lower(state, batch(), KEY).as_text())
+
+
+def test_the_lowered_step_does_not_grow_with_depth():
     shallow = lowered_size(4)
-    assert abs(lowered_size(48) - shallow) / shallow < 0.05
-    unrolled = [lowered_size(depth, ExecutionConfig(scan_unroll=depth)) for depth in (2, 6)]
-    assert unrolled[1] > 1.2 * unrolled[0]
-
-
-def test_step_is_traced_once():
-    made = train_config()
-    traced = chex.assert_max_traces(make_step(Decoder(made.model), made), n=1)
-    step, state = jax.jit(traced), ready(made)[1]
-    for seed in range(3):
-        state, _ = step(state, batch(seed), KEY)
-    assert int(state.step) == 3
+    assert abs(lowered_size(48) / shallow - 1) < 0.05
+    assert lowered_size(4, unroll=4) > 1.15 * shallow  # the measure sees a program that does

@@ -1,0 +1,383 @@
+"""Whole runs through the command: what a folder holds, that seeds and resumes are exact, how a run ends early."""
+
+import itertools
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxblock.cli import main
+from jaxblock.training.batches import TrainBatches
+from jaxblock.training.checkpoint import Checkpoints
+from jaxblock.training.corpus import load_corpus
+from jaxblock.training.interrupts import Interrupts
+from jaxblock.training.run_folder import RunFolder
+from tests.small_corpus import write_shard
+from tests.small_training import abstract_state
+
+STEPS = 6
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
+MODEL = ["--model.depth", "1", "--model.width", "8", "--model.heads", "2", "--model.context", "16"]
+PLAIN = ["--model.norm", "rms_norm", "--model.bias", "false", "--model.positions", "none"]
+PLAIN += ["--model.feed_forward", "relu", "--model.initialization", "plain", "--execution.scan_unroll", "1"]
+RUN = [
+    "--run.log_every",
+    "2",
+    "--run.evaluate_every",
+    "4",
+    "--run.checkpoint_every",
+    "4",
+    "--optimizer.learning_rate",
+    "3e-3",
+]
+DATA = ["--data.batch", "4", "--data.seams", "separate"]
+SHORT = [*MODEL, *PLAIN, *RUN, *DATA, "--run.steps", str(STEPS), "--sample.length", "8"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(tmp_path_factory):
+    """Runs of one config share their programs: compiling is what takes the time here."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A JSONL file of a hundred documents, most of them longer than a window."""
+    path = tmp_path_factory.mktemp("data") / "fox.jsonl"
+    draw = np.random.default_rng(0)
+    lines = [json.dumps({"text": " ".join(draw.choice(WORDS, draw.integers(1, 9)))}) for _ in range(100)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def train(data: Path, run: Path, *flags: str) -> int:
+    return main(["train", *SHORT, "--data.path", str(data), "--run.dir", str(run), *flags])
+
+
+def resume(run: Path, *flags: str) -> int:
+    return main(["train", "--resume", str(run), *flags])
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, tmp_path_factory) -> Path:
+    """The folder of a run that went through."""
+    run = tmp_path_factory.mktemp("runs") / "unbroken"
+    assert train(text, run) == 0
+    return run
+
+
+def rows(run: Path) -> list[dict]:
+    """Return the rows of metrics.jsonl as a strict reader sees them."""
+
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is no JSON")
+
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Return the loss of each step, and check that no step stands there twice or out of order."""
+    steps = [row["step"] for row in rows(run) if "loss" in row]
+    assert steps == list(range(1, len(steps) + 1))
+    return {row["step"]: row["loss"] for row in rows(run) if "loss" in row}
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
+
+
+def restored(run: Path):
+    """Return the config, the model, the newest checkpoint's step and its state."""
+    folder = RunFolder.open(run)
+    config = folder.read_config()
+    model, state = abstract_state(config)
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        newest = checkpoints.latest()
+        assert newest is not None
+        return config, model, newest, checkpoints.restore(newest, state)
+
+
+def at_step(monkeypatch, number: int, action) -> None:
+    """Let `action(batch)` stand in for the batch of one step; `number` counts the updates before it."""
+    read = TrainBatches.__getitem__
+    monkeypatch.setattr(
+        TrainBatches,
+        "__getitem__",
+        lambda self, step: action(read(self, step)) if step == number else read(self, step),
+    )
+
+
+def signalled(number: int):
+    """Return an action that sends this process a signal and changes nothing."""
+
+    def action(batch):
+        os.kill(os.getpid(), number)
+        return batch
+
+    return action
+
+
+# A run that goes through -----------------------------------------------------------------------------------
+
+
+def test_the_folder_holds_what_a_run_is(unbroken):
+    for name in ("config.toml", "metrics.jsonl", "summary.json", "sample.txt"):
+        assert (unbroken / name).stat().st_size > 0
+    for name in ("loss", "learning_rate", "gradient_norm"):
+        assert (unbroken / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (unbroken / "checkpoints").iterdir()) == ["4", "6"]
+    names = {path.name for path in unbroken.iterdir()}
+    assert names == {"config.toml", "metrics.jsonl", "summary.json", "sample.txt", "plots", "checkpoints"}
+    # 32 bytes of the validation slice, 8 drawn ones, a line end; a byte may be no character of its own.
+    assert len((unbroken / "sample.txt").read_bytes()) >= 32 + 8 + 1
+
+
+def test_the_summary_tells_the_result(unbroken, text):
+    told = summary(unbroken)
+    corpus = load_corpus(text, vocab_size=256, context=16)
+    assert told["status"] == "done"
+    assert told["steps"] == STEPS
+    assert told["corpus_fingerprint"] == corpus.fingerprint
+    assert told["val_bits_per_byte"] == pytest.approx(told["val_loss"] / math.log(2))
+    assert 0 < told["baseline_trigram_loss"] < told["val_loss"] < 7
+    assert told["params"] == sum(leaf.size for leaf in jax.tree.leaves(restored(unbroken)[3].params))
+    assert told["wall_s"] > told["compile_s"] > 0
+    assert told["tokens_per_s"] > 0
+    assert {"jaxblock", "python", "jax", "flax", "optax", "numpy"} <= set(told["versions"])
+
+
+def test_metrics_have_each_step_once(unbroken):
+    assert list(losses(unbroken)) == list(range(1, STEPS + 1))
+    every = rows(unbroken)
+    assert every[0]["event"] == "start"
+    assert every[0]["corpus_fingerprint"] == summary(unbroken)["corpus_fingerprint"]
+    assert [row["step"] for row in every if "val_loss" in row] == [4, 6]
+    assert every[-1]["val_loss"] == summary(unbroken)["val_loss"]
+    assert min(row["tokens"] for row in every if "loss" in row) < 4 * 16  # a seam has no target
+    for row in every:
+        if "loss" in row:
+            assert 4 * 12 < row["tokens"] <= 4 * 16
+            assert all(row[name] > 0 for name in ("objective", "gradient_norm", "learning_rate"))
+
+
+def test_the_validation_loss_is_that_of_the_checkpoint_over_every_target_once(unbroken, text):
+    """Each document of each window alone, padded: the same as windows with seams kept apart."""
+    config, model, step, state = restored(unbroken)
+    assert step == int(state.step) == STEPS
+    context, stream = config.model.context, load_corpus(text, vocab_size=256, context=16).validation
+    tokens_N = stream.read(0, len(stream))
+    cuts = sorted({*stream.starts.tolist(), *range(0, len(stream) - 1, context), len(stream) - 1})
+    pieces = list(itertools.pairwise(cuts))
+    inputs_WT = np.zeros((len(pieces), context), np.int32)
+    for row, (start, stop) in enumerate(pieces):
+        inputs_WT[row, : stop - start] = tokens_N[start:stop]
+    logits_WTV = np.float64(jax.jit(model.apply)({"params": state.params}, inputs_WT))
+    nats_WTV = np.log(np.exp(logits_WTV).sum(-1, keepdims=True)) - logits_WTV
+    nats = {
+        place + 1: nats_WTV[row, place - start, tokens_N[place + 1]]
+        for row, (start, stop) in enumerate(pieces)
+        for place in range(start, stop)
+    }
+    assert sorted(nats) == list(range(1, len(stream)))
+    assert len(stream.starts) > 5
+    within = [value for target, value in nats.items() if target not in stream.starts]
+    assert summary(unbroken)["val_loss"] == pytest.approx(np.mean(within), rel=1e-5)
+    for part in (
+        list(nats.values()),
+        within[:-1],
+        within[: len(within) // 2],
+    ):  # seams counted, or not all targets
+        assert abs(np.mean(part) / np.mean(within) - 1) > 1e-5
+
+
+def test_a_done_run_is_not_resumed(unbroken, capsys):
+    assert resume(unbroken) == 2
+    assert "is done; there is nothing to resume" in capsys.readouterr().err
+    assert losses(unbroken).keys() == set(range(1, STEPS + 1))
+
+
+def test_a_run_is_continued_by_sample(unbroken, capsys):
+    prompt = "the fox jumps over the lazy dog;"  # as long as the run's own: nothing is compiled anew
+    assert len(prompt) == 32
+    assert main(["sample", str(unbroken), "--prompt", prompt]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(prompt)
+    assert len(printed) > len(prompt) + 1
+    drawn = {}
+    for seed in ("0", "0 ", "1"):
+        assert main(["sample", str(unbroken), "--prompt", prompt, "--json", "--seed", seed.strip()]) == 0
+        drawn[seed] = json.loads(capsys.readouterr().out)
+    assert drawn["0"]["prompt"] == prompt
+    assert prompt + drawn["0"]["text"] == printed.removesuffix("\n")
+    assert drawn["0"] == drawn["0 "] != drawn["1"]
+
+
+# Interrupts, resumes, seeds --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interrupted(text, unbroken, tmp_path_factory) -> Path:
+    """The folder of a run that was told to stop during its third step."""
+    run = tmp_path_factory.mktemp("runs") / "interrupted"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        at_step(monkeypatch, 2, signalled(signal.SIGTERM))
+        assert train(text, run) == 143
+    return run
+
+
+def test_b44_the_same_seed_gives_the_same_bits(interrupted, unbroken):
+    first = rows(unbroken)[1:4]
+    assert rows(interrupted)[1:4] == first
+    assert [row["step"] for row in first] == [1, 2, 3]
+
+
+def test_a_signal_saves_the_current_step_and_says_so(interrupted):
+    told = summary(interrupted)
+    assert (told["status"], told["steps"], told["val_loss"]) == ("interrupted", 3, None)
+    config, _, step, state = restored(interrupted)
+    assert step == int(state.step) == 3
+    assert config.run.steps == STEPS
+    assert bool(state.healthy)
+    assert list(losses(interrupted)) == [1, 2, 3]
+    assert (interrupted / "plots" / "loss.png").exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # the handlers of before are back
+
+
+def test_a_resume_with_another_config_is_refused_by_field(interrupted, capsys):
+    flags = ["--optimizer.learning_rate", "1e-2", "--run.seed", "3"]
+    before = (interrupted / "metrics.jsonl").read_bytes()
+    assert resume(interrupted, *flags) == 2
+    words = capsys.readouterr().err
+    assert "optimizer.learning_rate: 0.01, 0.003" in words
+    assert "run.seed: 3, 0" in words
+    assert "model" not in words
+    assert (interrupted / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_stopped_twice_ends_with_the_bits_of_the_unbroken_one(
+    interrupted, unbroken, monkeypatch, capsys
+):
+    # What a kill between two writes leaves behind: steps after the checkpoint, and half a line.
+    with (interrupted / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 4, "loss": 9.0}\n{"step": 5, "lo')
+    with monkeypatch.context() as patch:
+        at_step(patch, 4, signalled(signal.SIGINT))
+        assert resume(interrupted) == 130
+    assert (summary(interrupted)["status"], summary(interrupted)["steps"]) == ("interrupted", 5)
+    assert list(losses(interrupted)) == [1, 2, 3, 4, 5]
+
+    capsys.readouterr()
+    assert resume(interrupted, "--run.steps", str(STEPS), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["status"], told["steps"], told["run"]) == ("done", STEPS, str(interrupted))
+    assert rows(interrupted) == rows(unbroken)
+    assert (interrupted / "sample.txt").read_bytes() == (unbroken / "sample.txt").read_bytes()
+    for ours, theirs in zip(*(jax.tree.leaves(restored(x)[3]) for x in (interrupted, unbroken)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_second_signal_acts_at_once():
+    with Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.signal == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert interrupts.exit_code == 130
+
+
+# A run that breaks -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def broken(text, unbroken, tmp_path_factory) -> Path:
+    """The folder of a run with another seed, and a target that does not exist in its fourth step."""
+
+    def poison(batch):
+        targets_BT = batch.targets_BT.copy()
+        targets_BT[1, 3] = 999
+        return batch._replace(targets_BT=targets_BT)
+
+    run = tmp_path_factory.mktemp("runs") / "broken"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        at_step(monkeypatch, 3, poison)
+        assert train(text, run, "--run.seed", "1") == 3
+    return run
+
+
+def test_b44_another_seed_gives_other_losses(broken, unbroken):
+    ours, theirs = losses(broken), losses(unbroken)
+    assert all(ours[step] != theirs[step] for step in (1, 2, 3))
+
+
+def test_a_run_that_is_not_finite_stops_and_keeps_its_last_finite_parameters(broken):
+    told = summary(broken)
+    assert (told["status"], told["steps"], told["non_finite_step"]) == ("non_finite", 3, 4)
+    _, _, step, state = restored(broken)
+    assert step == int(state.step) == 3
+    assert not state.healthy
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.params, state.moments)))
+    last = rows(broken)[-1]
+    assert (last["step"], last["event"], last["loss"]) == (4, "non_finite", None)
+    assert [row["step"] for row in rows(broken) if "event" in row] == [0, 4]
+    assert (broken / "sample.txt").stat().st_size > 0
+
+
+# Token shards ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shards(unbroken, tmp_path_factory) -> Path:
+    """The folder of a run over uint16 shards of ten ids."""
+    data = tmp_path_factory.mktemp("shards")
+    ids = np.random.default_rng(0).integers(0, 10, 300)
+    write_shard(data / "train_0.bin", ids[:70])
+    write_shard(data / "train_1.bin", ids[70:200], header=[20240520, 1, 130])
+    write_shard(data / "val.bin", ids[200:])
+    run = tmp_path_factory.mktemp("runs") / "shards"
+    assert train(data, run) == 0
+    return run
+
+
+def test_shards_train(shards):
+    told = summary(shards)
+    assert told["val_bits_per_byte"] is None  # nobody knows the bytes behind an id
+    assert told["val_loss"] < math.log(256) + 0.5
+    assert list(losses(shards)) == list(range(1, STEPS + 1))
+    # 12 windows of 16 lie in 200 tokens, and 6 steps of 4 windows are two epochs; one window holds the seam at 70.
+    assert [row["tokens"] for row in rows(shards) if "loss" in row].count(63) == 2
+    ids = [int(word) for word in (shards / "sample.txt").read_text().split()]
+    assert len(ids) == 32 + 8
+    assert max(ids) < 256
+
+
+def test_shards_are_sampled_by_ids(shards, capsys):
+    prompt = " ".join(["3 1 4 1 5 9 2 6"] * 4)
+    assert main(["sample", str(shards), "--prompt", prompt, "--json"]) == 0
+    drawn = json.loads(capsys.readouterr().out)
+    ids = [int(word) for word in drawn["text"].split()]
+    assert len(ids) == 8
+    assert 0 <= min(ids) <= max(ids) < 256
+    for wrong, reason in {
+        "3 256": "holds token id 256; ids must be below vocab_size = 256",
+        "fox": "must be ids separated by spaces",
+    }.items():
+        assert main(["sample", str(shards), "--prompt", wrong]) == 2
+        captured = capsys.readouterr()
+        assert reason in captured.err
+        assert captured.err.count("\n") == 1
+        assert captured.out == ""
