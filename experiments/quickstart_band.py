@@ -28,7 +28,9 @@ def run_seed(seed: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Run the seeds and print the band."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

@@ -11,7 +11,10 @@ import tyro
 
 from jaxblock.contracts import check_choice, nearest
 
-BAD_INPUT = 2
+BAD_INPUT, INTERRUPTED = 2, 130
+Action = Callable[[], int]
+"""What a command does once its arguments are known to be good; returns the exit code."""
+
 SAMPLE_FIELDS = ("prompt", "length", "temperature", "top_k", "top_p")
 
 
@@ -27,13 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         check_choice("command", name, COMMANDS)
-        return COMMANDS[name](rest)
+        act = COMMANDS[name](rest)
     except ValueError as error:
         print(f"jaxblock: {error}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return act()
 
 
-def train(arguments: Sequence[str]) -> int:
+def train(arguments: Sequence[str]) -> Action:
     """Train a language model: jaxblock train [CONFIG.toml] [--section.field VALUE]."""
     from jaxblock.training.config_file import (
         build_config,
@@ -66,15 +72,20 @@ def train(arguments: Sequence[str]) -> int:
         values = {} if command.config is None else read_config_file(Path(command.config))
         config = build_config(values, overrides)
         folder = RunFolder.check_new(config)
-    code, summary = run(prepare(config), folder, resume=command.resume is not None)
-    if command.json:
-        print(json.dumps({"run": str(folder.path), **summary}))
-    else:
-        print(_report(folder.path, summary, folder.sample.read_text(encoding="utf-8")))
-    return code
+    prepared = prepare(config)
+
+    def act() -> int:
+        code, summary = run(prepared, folder, resume=command.resume is not None)
+        if command.json:
+            print(json.dumps({"run": str(folder.path), **summary}))
+        else:
+            print(_report(folder.path, summary, folder.sample.read_text(encoding="utf-8")))
+        return code
+
+    return act
 
 
-def sample(arguments: Sequence[str]) -> int:
+def sample(arguments: Sequence[str]) -> Action:
     """Continue a prompt with a trained run: jaxblock sample RUN --prompt TEXT."""
     from jaxblock.training.config_file import parse_literal, parse_override
     from jaxblock.training.sample_run import sample_run
@@ -89,11 +100,15 @@ def sample(arguments: Sequence[str]) -> int:
     texts = {name: getattr(command, name) for name in SAMPLE_FIELDS}
     given = {name: parse_override(f"sample.{name}", text) for name, text in texts.items() if text is not None}
     result = sample_run(Path(command.run), given, seed=parse_literal(command.seed))
-    print(json.dumps(result._asdict()) if command.json else result.prompt + result.text)
-    return 0
+
+    def act() -> int:
+        print(json.dumps(result._asdict()) if command.json else result.prompt + result.text)
+        return 0
+
+    return act
 
 
-COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"train": train, "sample": sample}
+COMMANDS: Mapping[str, Callable[[Sequence[str]], Action]] = {"train": train, "sample": sample}
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Text = Annotated[str | None, tyro.conf.arg(metavar="STRING", help_behavior_hint="")]

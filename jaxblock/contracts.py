@@ -27,10 +27,12 @@ def check_choice(field: str, value: Any, allowed: Iterable[str]) -> None:
         )
 
 
-def check_integer(field: str, value: Any, *, least: int) -> None:
-    """Raise ValueError unless `value` is an int (no bool, no float) of at least `least`."""
+def check_integer(field: str, value: Any, *, least: int, most: int = 2**31 - 1) -> None:
+    """Raise ValueError unless `value` is an int (no bool, no float) from `least` to `most`, by default an int32."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{field} is {value!r}; it must be a whole number of at least {least}")
+    if value > most:
+        raise ValueError(f"{field} is {value!r}; it must be a whole number of at most {most}")
 
 
 def check_number(

@@ -45,9 +45,7 @@ class TrainBatches:
 
     def __init__(self, stream: TokenStream, *, context: int, batch: int, seed: int, seams: str):
         _check_settings(stream, context=context, batch=batch, seams=seams)
-        check_integer("seed", seed, least=0)
-        if seed >= 2**32:
-            raise ValueError(f"seed is {seed}; it must be below 2**32")
+        check_integer("seed", seed, least=0, most=2**32 - 1)
         self._stream, self._seams, self._seed = stream, seams, seed
         self.context, self.batch = context, batch
         self.windows = (len(stream) - 1) // context

@@ -46,9 +46,7 @@ class RunConfig(_Section):
     def _check(self) -> "RunConfig":
         for name in ("steps", "log_every", "evaluate_every", "checkpoint_every"):
             check_integer(f"run.{name}", getattr(self, name), least=1)
-        check_integer("run.seed", self.seed, least=0)
-        if self.seed >= 2**32:
-            raise ValueError(f"run.seed is {self.seed}; it must be below 2**32")
+        check_integer("run.seed", self.seed, least=0, most=2**32 - 1)
         if not self.name or "/" in self.name or "\\" in self.name or self.name.startswith("."):
             raise ValueError(f"run.name is {self.name!r}; it must be a plain file name")
         return self

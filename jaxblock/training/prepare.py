@@ -1,6 +1,8 @@
 """A config made ready to run: data loaded, model traced, every refusal said before anything is written."""
 
 import functools
+import math
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ from jaxblock.training.batches import TrainBatches, ValidationBatches
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.corpus import Corpus, load_corpus
 from jaxblock.training.sampling import encode_prompt
-from jaxblock.training.step import init_state, make_step
+from jaxblock.training.step import TrainState, init_state, make_step
 from jaxblock.types import Array
 
 PROMPT_TOKENS = 32
@@ -65,5 +67,20 @@ def prepare(config: TrainConfig) -> Prepared:
     validation = ValidationBatches(corpus.validation, **shape)
     keys = run_keys(config.run.seed)
     state = jax.eval_shape(functools.partial(init_state, model, config), keys.init)
+    _check_memory(state)
     jax.eval_shape(make_step(model, config), state, train[0], keys.dropout)
     return Prepared(config, corpus, model, train, validation, prompt_1T)
+
+
+def _check_memory(state: TrainState) -> None:
+    """Raise ValueError if parameters and optimizer state alone are larger than the device's memory."""
+    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    statistics = jax.devices()[0].memory_stats() or {}
+    available = statistics.get("bytes_limit")
+    if available is None and hasattr(os, "sysconf"):  # a CPU has no limit of its own
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if available is not None and needed > available:
+        raise ValueError(
+            f"parameters and optimizer state need {needed / 2**30:,.1f} GiB and the device has "
+            f"{available / 2**30:,.1f} GiB; choose a smaller model.width, model.depth or model.vocab_size"
+        )

@@ -36,7 +36,13 @@ class RunFolder:
         """
         name = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         path = Path(config.run.dir) if config.run.dir is not None else Path("runs") / name
-        if path.exists() or path.is_symlink():
+        try:
+            taken = path.exists() or path.is_symlink()
+        except OSError as error:
+            raise ValueError(
+                f"run.dir is {str(path)!r}, which cannot be a folder: {error.strerror}"
+            ) from error
+        if taken:
             raise ValueError(
                 f"run.dir is {str(path)!r}, which exists; choose another, or continue that run with --resume {path}"
             )

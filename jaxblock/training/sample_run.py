@@ -35,7 +35,7 @@ def sample_run(path: Path, given: Mapping[str, Any], *, seed: int) -> Continuati
     Raises:
       ValueError: no run, no checkpoint, no prompt, or a prompt the model's vocabulary cannot hold.
     """
-    check_integer("seed", seed, least=0)
+    check_integer("seed", seed, least=0, most=2**32 - 1)
     folder = RunFolder.open(path)
     run = folder.read_config()
     config = build_config(run.as_dict(), {f"sample.{name}": value for name, value in given.items()}).sample

@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,10 @@ import pytest
 
 from jaxblock import Decoder, ExecutionConfig
 from jaxblock.config import REMAT_POLICIES
+from jaxblock.functional.masks import AttentionPattern
+from jaxblock.models import Block, LayerInputs, init_blocks, run_blocks
+from jaxblock.modules import AttentionInputs, Dropout
+from jaxblock.residual import topology
 from tests.small import CONNECTIONS, built, config, tokens
 
 DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "branch_dropout": 0.2}
@@ -69,8 +74,7 @@ def test_partial_unroll_and_blocked_attention_equal_scan(execution):
 @pytest.mark.parametrize("residual", CONNECTIONS)
 def test_jit_equals_eager(residual):
     model, params = built(config(residual=residual))
-    with jax.disable_jit():
-        _, eager = objective(model, params, tokens())
+    _, eager = objective(model, params, tokens())
     (_, jitted), _ = compiled(model)(params, tokens(), None)
     np.testing.assert_allclose(eager, jitted, rtol=1e-5, atol=1e-5)
 
@@ -106,25 +110,19 @@ def test_dropout_differs_by_key_by_layer_and_is_off_without_one():
 
 def test_each_layer_and_each_site_draws_its_own_mask():
     """With equal layers and a branch that returns its input, each layer's drop pattern shows in the stream."""
-    from jaxblock.models.block import LayerInputs
-    from jaxblock.models.stack import run_blocks
-    from jaxblock.modules import Dropout
-
-    import flax.linen as nn
 
     class DropBlock(nn.Module):
         @nn.compact
         def __call__(self, stream, inputs, layer):
-            kept = Dropout(0.5, name="first")(jnp.ones_like(stream[..., 0]))
-            also = Dropout(0.5, name="second")(jnp.ones_like(stream[..., 0]))
-            self.param("unused", nn.initializers.zeros, (1,))
-            written = jnp.stack([kept, also], -1) * jax.nn.one_hot(layer.window, 4)[None, :, None]
-            return stream.at[..., :].add(written.sum(1, keepdims=True) * 0 + written)
+            ones = jnp.ones(stream.shape[:1])
+            masks = [Dropout(0.5, name=site)(ones) for site in ("first", "second")]
+            here = jax.nn.one_hot(layer.window, 4)
+            return stream + here[None, :, None] * jnp.stack(masks, -1)[:, None]
 
     layers = LayerInputs(window=jnp.arange(4))
     stream = run_blocks(
         DropBlock(),
-        {"unused": jnp.zeros((4, 1))},
+        {"none": jnp.zeros((4, 1))},
         jnp.zeros((64, 4, 2)),
         None,
         layers,
@@ -137,29 +135,16 @@ def test_each_layer_and_each_site_draws_its_own_mask():
 
 
 def test_layer_starts_as_the_block_alone_would():
-    model, _ = built(config())
-    params = model.init(jax.random.key(0), tokens())["params"]["blocks"]
-    from jaxblock.models import Block, LayerInputs
-    from jaxblock.functional.masks import AttentionPattern
-    from jaxblock.modules import AttentionInputs
-    from jaxblock.residual import topology
-
     block = Block(config(), ExecutionConfig(), topology("pre_norm"))
-    inputs = AttentionInputs(AttentionPattern(causal=True))
-    kernel = params["attention"]["query"]["kernel"]
-    assert kernel.shape == (3, 8, 2, 4)
-    # The stack's key is Flax's for the name "blocks"; whatever it is, the spread must ignore the depth axis.
-    deep = Decoder(config(depth=64)).init(jax.random.key(0), tokens())["params"]["blocks"]
+    rest = jnp.zeros((1, 1, 8)), AttentionInputs(AttentionPattern(causal=True)), LayerInputs()
+    stacked = init_blocks(block, jax.random.key(9), *rest, depth=3)
+    for i, key in enumerate(jax.random.split(jax.random.key(9), 3)):
+        alone = block.init(key, *rest)["params"]
+        chex.assert_trees_all_close(jax.tree.map(lambda x, i=i: x[i], stacked), alone, rtol=1e-6)
+    # Were the depth axis counted into the fan-in, the spread of 64 layers would be 8 times too small.
+    deep = init_blocks(block, jax.random.key(0), *rest, depth=64)
     for name in ("query", "key", "value"):
         assert np.std(deep["attention"][name]["kernel"]) == pytest.approx(8**-0.5, rel=0.05)
-    alone = block.init(jax.random.key(7), jnp.zeros((1, 1, 8)), inputs, LayerInputs())["params"]
-    from jaxblock.models import init_blocks
-
-    keys = jax.random.split(jax.random.key(9), 3)
-    stacked = init_blocks(block, jax.random.key(9), jnp.zeros((1, 1, 8)), inputs, LayerInputs(), depth=3)
-    for i, key in enumerate(keys):
-        alone = block.init(key, jnp.zeros((1, 1, 8)), inputs, LayerInputs())["params"]
-        chex.assert_trees_all_close(jax.tree.map(lambda x, i=i: x[i], stacked), alone, rtol=1e-6)
 
 
 def test_alternating_windows_are_scanned_and_equal_the_loop():
