@@ -17,8 +17,15 @@ from jaxblock.modules import AttentionInputs, Dropout
 from jaxblock.residual import topology
 from tests.small import CONNECTIONS, built, config, tokens
 
-DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "branch_dropout": 0.2}
-LOOP = ExecutionConfig(scan_unroll=3)
+DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "branch_dropout": 0.2, "depth": 2}
+LOOP = ExecutionConfig(scan_unroll=2)
+
+
+def dropout_key(seed):
+    """Return a key of XLA's own generator: its draws compile in a tenth of the time threefry's take."""
+    return jax.random.key(seed, impl="unsafe_rbg")
+
+
 SOME = ("pre_norm", "post_norm")
 
 
@@ -46,50 +53,52 @@ def assert_equal_runs(residual, execution, key, **changes):
 @pytest.mark.parametrize("residual", CONNECTIONS)
 @pytest.mark.parametrize("key", [None, 3], ids=["plain", "dropout"])
 def test_loop_equals_scan(residual, key):
-    rngs = None if key is None else jax.random.key(key)
+    rngs = None if key is None else dropout_key(key)
     assert_equal_runs(residual, LOOP, rngs, **DROPOUT)
 
 
-@pytest.mark.parametrize("residual", [*SOME, *(pytest.param(x, marks=pytest.mark.full) for x in CONNECTIONS)])
+@pytest.mark.parametrize(
+    "residual", [*SOME, *(pytest.param(x, marks=pytest.mark.full) for x in CONNECTIONS if x not in SOME)]
+)
 @pytest.mark.parametrize("remat", [name for name in REMAT_POLICIES if name != "none"])
 def test_remat_equals_none(residual, remat):
-    assert_equal_runs(residual, ExecutionConfig(remat=remat), jax.random.key(3), **DROPOUT)
+    assert_equal_runs(residual, ExecutionConfig(remat=remat), dropout_key(3), **DROPOUT)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("residual", CONNECTIONS)
 @pytest.mark.parametrize("wiring", ["serial", "parallel"])
-@pytest.mark.parametrize("unroll", [2, 3])
+@pytest.mark.parametrize("unroll", [1, 2])
 @pytest.mark.parametrize("remat", REMAT_POLICIES)
 def test_every_execution_equals_scan(residual, wiring, unroll, remat):
     execution = ExecutionConfig(scan_unroll=unroll, remat=remat)
-    assert_equal_runs(residual, execution, jax.random.key(3), wiring=wiring, **DROPOUT)
+    assert_equal_runs(residual, execution, dropout_key(3), wiring=wiring, **DROPOUT)
 
 
 @pytest.mark.parametrize("execution", [ExecutionConfig(scan_unroll=2), ExecutionConfig(attention="blocked")])
 def test_partial_unroll_and_blocked_attention_equal_scan(execution):
-    assert_equal_runs("pre_norm", execution, None, wiring="parallel", feed_forward="swiglu", kv_heads=1)
+    assert_equal_runs(
+        "pre_norm", execution, None, wiring="parallel", feed_forward="swiglu", kv_heads=1, depth=3
+    )
 
 
 @pytest.mark.parametrize("residual", CONNECTIONS)
 def test_jit_equals_eager(residual):
-    model, params = built(config(residual=residual))
+    model, params = built(config(residual=residual, **DROPOUT))
     _, eager = objective(model, params, tokens())
     (_, jitted), _ = compiled(model)(params, tokens(), None)
     np.testing.assert_allclose(eager, jitted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("residual", CONNECTIONS)
-def test_vmap_over_seeds_equals_each_seed_alone(residual):
-    model = Decoder(config(residual=residual))
-    keys = jax.random.split(jax.random.key(5), 2)
-    stacked = jax.jit(jax.vmap(lambda key: model.init(key, tokens())["params"]))(keys)
+def test_vmap_over_parameters_equals_each_alone(residual):
+    model, params = built(config(residual=residual, **DROPOUT))
+    both = [params, jax.tree.map(lambda x: 1.1 * x, params)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *both)
     run = jax.vmap(jax.value_and_grad(functools.partial(objective, model), has_aux=True), in_axes=(0, None))
     (_, logits), gradients = jax.jit(run)(stacked, tokens())
-    for i, key in enumerate(keys):
-        params = jax.jit(model.init)(key, tokens())["params"]
-        chex.assert_trees_all_close(jax.tree.map(lambda x, i=i: x[i], stacked), params, rtol=1e-6)
-        (_, want), want_gradients = compiled(model)(params, tokens(), None)
+    for i, alone in enumerate(both):
+        (_, want), want_gradients = compiled(model)(alone, tokens(), None)
         np.testing.assert_allclose(logits[i], want, rtol=1e-5, atol=1e-5)
         chex.assert_trees_all_close(
             jax.tree.map(lambda x, i=i: x[i], gradients), want_gradients, rtol=1e-4, atol=1e-5
@@ -97,11 +106,22 @@ def test_vmap_over_seeds_equals_each_seed_alone(residual):
     assert not np.allclose(logits[0], logits[1])
 
 
+def test_vmap_over_seeds_initialises_each_as_alone():
+    model = Decoder(config(depth=2))
+
+    def init(key):
+        return model.init(key, tokens())["params"]
+
+    keys = jax.random.split(jax.random.key(5), 2)
+    stacked = jax.jit(jax.vmap(init))(keys)
+    chex.assert_trees_all_close(jax.tree.map(lambda x: x[1], stacked), jax.jit(init)(keys[1]), rtol=1e-6)
+
+
 def test_dropout_differs_by_key_by_layer_and_is_off_without_one():
     model, params = built(config(**DROPOUT))
     plain, once, again, other = (
         compiled(model)(params, tokens(), key)[0][1]
-        for key in (None, jax.random.key(1), jax.random.key(1), jax.random.key(2))
+        for key in (None, dropout_key(1), dropout_key(1), dropout_key(2))
     )
     np.testing.assert_array_equal(once, again)
     assert not np.allclose(once, other)
@@ -137,36 +157,33 @@ def test_each_layer_and_each_site_draws_its_own_mask():
 def test_layer_starts_as_the_block_alone_would():
     block = Block(config(), ExecutionConfig(), topology("pre_norm"))
     rest = jnp.zeros((1, 1, 8)), AttentionInputs(AttentionPattern(causal=True)), LayerInputs()
-    stacked = init_blocks(block, jax.random.key(9), *rest, depth=3)
+    stacked = jax.jit(lambda key: init_blocks(block, key, *rest, depth=3))(jax.random.key(9))
+    alone = jax.jit(lambda key: block.init(key, *rest)["params"])
     for i, key in enumerate(jax.random.split(jax.random.key(9), 3)):
-        alone = block.init(key, *rest)["params"]
-        chex.assert_trees_all_close(jax.tree.map(lambda x, i=i: x[i], stacked), alone, rtol=1e-6)
-    # Were the depth axis counted into the fan-in, the spread of 64 layers would be 8 times too small.
-    deep = init_blocks(block, jax.random.key(0), *rest, depth=64)
-    for name in ("query", "key", "value"):
-        assert np.std(deep["attention"][name]["kernel"]) == pytest.approx(8**-0.5, rel=0.05)
+        # Equal, so the spread has not met the depth axis: a fan-in of 3 * 8 would show.
+        chex.assert_trees_all_close(jax.tree.map(lambda x, i=i: x[i], stacked), alone(key), rtol=1e-6)
 
 
 def test_alternating_windows_are_scanned_and_equal_the_loop():
-    changes = {"window": (2, 0), "positions": "none"}
-    got = assert_equal_runs("pre_norm", LOOP, None, **changes)
-    model, params = built(config(positions="none"))
+    changes = {"positions": "none", "depth": 2}
+    got = assert_equal_runs("pre_norm", LOOP, None, window=(2, 0), **changes)
+    model, params = built(config(**changes))
     (_, unlimited), _ = compiled(model)(params, tokens(), None)
     assert not np.allclose(got, unlimited)
 
 
-@pytest.mark.parametrize("scan", [1, 3])
+@pytest.mark.parametrize("scan", [1, 2])
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 def test_b38_every_combination_of_scan_remat_dropout_initialises_and_runs(scan, remat, rate):
-    model_config = config(branch_dropout=rate, depth=3)
+    model_config = config(branch_dropout=rate, depth=2)
     model = Decoder(model_config, ExecutionConfig(scan_unroll=scan, remat=remat))
     reference, params = built(model_config)
     chex.assert_trees_all_equal_shapes(
         jax.eval_shape(model.init, jax.random.key(0), tokens())["params"], params
     )
     value, _ = jax.jit(jax.value_and_grad(functools.partial(objective, model), has_aux=True))(
-        params, tokens(), jax.random.key(1)
+        params, tokens(), dropout_key(1)
     )
     assert np.isfinite(value[0])
     if rate == 0.0:
