@@ -32,11 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_choice("command", name, COMMANDS)
         act = COMMANDS[name](rest)
     except ValueError as error:
-        print(f"jaxblock: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return _refuse(error)
     except KeyboardInterrupt:
         return INTERRUPTED
-    return act()
+    try:
+        return act()
+    except KeyboardInterrupt:  # a second signal, while the first was being obeyed
+        return INTERRUPTED
+
+
+def _refuse(error: ValueError) -> int:
+    print(f"jaxblock: {error}", file=sys.stderr)
+    return BAD_INPUT
 
 
 def train(arguments: Sequence[str]) -> Action:
@@ -48,9 +55,10 @@ def train(arguments: Sequence[str]) -> Action:
         parse_override,
         read_config_file,
     )
+    from jaxblock.training.host_memory import keep_freed_memory
     from jaxblock.training.loop import train as run
     from jaxblock.training.prepare import prepare
-    from jaxblock.training.run_folder import RunFolder
+    from jaxblock.training.run_folder import RunError, RunFolder
 
     known = ["resume", *(field.path for field in fields())]
     _check_arguments(arguments, known, positionals=1, refuse=lambda name: check_path(name, "flag"))
@@ -73,9 +81,17 @@ def train(arguments: Sequence[str]) -> Action:
         config = build_config(values, overrides)
         folder = RunFolder.check_new(config)
     prepared = prepare(config)
+    if command.resume is None:
+        folder.create(config)
+    else:
+        folder.check_corpus(prepared.corpus)
 
     def act() -> int:
-        code, summary = run(prepared, folder, resume=command.resume is not None)
+        keep_freed_memory()
+        try:
+            code, summary = run(prepared, folder)
+        except RunError as error:
+            return _refuse(error)
         if command.json:
             print(json.dumps({"run": str(folder.path), **summary}))
         else:

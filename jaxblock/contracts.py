@@ -4,6 +4,7 @@ A sentence names the field, the value that came, what is allowed and the nearest
 """
 
 import difflib
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -55,7 +56,7 @@ def check_number(
         (f"below {below}", lambda v: below is None or v < below, below),
     ]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    finite = is_number and abs(value) < float("inf")
+    finite = is_number and abs(value) <= sys.float_info.max  # a whole number may be too large for a float
     if not finite or not all(holds(value) for _, holds, _ in bounds):
         allowed = " and ".join(text for text, _, bound in bounds if bound is not None)
         raise ValueError(f"{field} is {value!r}; it must be a finite number {allowed}".rstrip())

@@ -100,6 +100,10 @@ def check_attention(
             f"q, k, v have dtypes {q_BQHK.dtype}, {k_BTGK.dtype}, {v_BTGK.dtype}; they must be equal"
         )
     keys, groups = k_BTGK.shape[1:3]
+    if 0 in (batch, queries, keys, width):
+        raise ValueError(
+            f"q has shape {q_BQHK.shape} and k, v {k_BTGK.shape}; every axis must hold at least one entry"
+        )
     if groups < 1 or heads % groups:
         raise ValueError(
             f"q has {heads} heads and k, v have {groups}; the query heads must be a multiple of the key heads"

@@ -83,6 +83,7 @@ def cross_entropy(
     """
     chex.assert_rank([logits_BTV, targets_BT], [3, 2])
     chex.assert_type([logits_BTV, targets_BT], [float, int])
+    targets_BT = targets_BT.astype(jnp.int32)  # a narrow type would wrap where ids are compared
     chex.assert_equal_shape_prefix([logits_BTV, targets_BT], 2)
     valid_BT = _checked_mask(valid_BT, targets_BT)
 

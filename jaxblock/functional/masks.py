@@ -49,6 +49,8 @@ class AttentionPattern:
     window_is_array: bool = dataclasses.field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"causal is {self.causal!r}; it must be True or False")
         is_array = isinstance(self.window, jax.Array | np.ndarray | np.generic)
         object.__setattr__(self, "window_is_array", is_array)
         if self.window is None or is_array:
@@ -104,6 +106,7 @@ def reach(pattern: AttentionPattern) -> tuple[Limit, Limit]:
                 f"window is an array of shape {window.shape} and dtype {window.dtype}; "
                 "it must be an integer scalar"
             )
+        window = window.astype(jnp.int32)  # narrower, "unlimited" would wrap; unsigned, so would -right
         left = right = jnp.where(window > 0, window - 1, _UNLIMITED)
     return left, 0 if pattern.causal else right
 

@@ -25,7 +25,8 @@ class Embedding(nn.Module):
         """Return the rows of `tokens_BT`, [B, T] -> [B, T, D] in the stream's dtype; NaN for an id that is no token."""
         rows = self.table.shape[0]
         # The rows that pad the table are no tokens either: their ids are sent past its end.
-        real_BT = jnp.where(tokens_BT < self.config.vocab_size, tokens_BT, rows)
+        ids_BT = tokens_BT.astype(jnp.int32)  # in uint8, 256 would wrap to 0
+        real_BT = jnp.where(ids_BT < self.config.vocab_size, ids_BT, rows)
         return embed(self.table, real_BT).astype(self.config.stream_dtype)
 
     def attend(self, x_BTD: Array) -> Array:
@@ -47,7 +48,7 @@ class PositionTable(nn.Module):
         """
         config = self.config
         if config.position_choice.name == "sinusoidal":
-            table = sinusoidal(positions_BT.shape[-1], config.width)
+            table = sinusoidal(max(config.context, positions_BT.shape[-1]), config.width)
         else:
             init = kernel_init(config, "position", fan_in=config.width)
             shape = (config.context, config.width)

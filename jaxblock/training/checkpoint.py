@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as orbax
 
+from jaxblock.training.run_folder import RunError
 from jaxblock.types import Params
 
 
@@ -15,6 +16,7 @@ class Checkpoints:
     """The checkpoints of one run, by step. Use as a context manager; leaving it waits for the last write."""
 
     def __init__(self, folder: Path, *, keep: int = 2):
+        self._folder = folder
         policy: Any = orbax.training.preservation_policies.LatestN(keep)
         self._checkpointer = orbax.training.Checkpointer(str(folder.resolve()), preservation_policy=policy)
 
@@ -48,7 +50,13 @@ class Checkpoints:
         def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
 
-        return self._checkpointer.load(step, jax.tree.map(abstract, like))
+        try:
+            return self._checkpointer.load(step, jax.tree.map(abstract, like))
+        except Exception as error:  # Orbax and TensorStore raise many kinds, with pages of text
+            raise RunError(
+                f"checkpoint {step} in {str(self._folder)!r} cannot be read ({type(error).__name__}): it is damaged, "
+                "or was saved with another config; move it away to continue from the one before"
+            ) from error
 
 
 def count_parameters(params: Params) -> int:

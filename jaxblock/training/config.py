@@ -31,15 +31,15 @@ class RunConfig(_Section):
     """Names the run's folder, runs/NAME-TIME, when dir is left out."""
     dir: str | None = None
     """The run's folder; it must not exist."""
-    steps: int = 1200
+    steps: int = 2000
     """Number of optimizer steps."""
     seed: int = 0
     """Decides initial parameters, order of the data, dropout and the sample."""
     log_every: int = 20
     """Steps between progress lines; metrics.jsonl has every step."""
-    evaluate_every: int = 600
+    evaluate_every: int = 1000
     """Steps between evaluations of the whole validation slice; the last step is always evaluated."""
-    checkpoint_every: int = 300
+    checkpoint_every: int = 500
     """Steps between checkpoints; the last step is always saved."""
 
     @pydantic.model_validator(mode="after")
@@ -66,6 +66,8 @@ class DataConfig(_Section):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "DataConfig":
+        if self.path == "":
+            raise ValueError("data.path is empty; it must name a file or a folder, or be left out")
         check_integer("data.batch", self.batch, least=1)
         check_integer("data.validation_tokens", self.validation_tokens, least=2)
         check_choice("data.seams", self.seams, ("joined", "separate"))
@@ -75,17 +77,17 @@ class DataConfig(_Section):
 class OptimizerConfig(_Section):
     """AdamW and its schedule."""
 
-    learning_rate: float = 3e-3
+    learning_rate: float = 2.5e-3
     """Peak learning rate."""
     schedule: str = "cosine(final=0.02)"
     """After the warm-up: cosine(final=0.0), linear(final=0.0) or constant; final = last step's fraction of the peak."""
-    warmup: float = 0.1
+    warmup: float = 0.05
     """Warm-up as a fraction of run.steps; it rises linearly and the first update is not 0."""
     weight_decay: float = 0.1
     """Decoupled weight decay, times the learning rate; norms, biases, tables and connections are left out."""
     beta1: float = 0.9
     """Decay of the gradient's running mean."""
-    beta2: float = 0.98
+    beta2: float = 0.95
     """Decay of the squared gradient's running mean."""
     epsilon: float = 1e-8
     """Added to the root of the second moment."""
@@ -170,7 +172,7 @@ class TrainConfig(_Section):
         positions="rope",
         initialization="zero_output",
     )
-    execution: ExecutionConfig = ExecutionConfig(scan_unroll=4)
+    execution: ExecutionConfig = ExecutionConfig(remat="dots")
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()

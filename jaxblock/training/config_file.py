@@ -62,7 +62,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"config file {str(path)!r} does not exist{near}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"config file {str(path)!r} cannot be read: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"config file {str(path)!r} is not TOML: {error}") from error
 
 

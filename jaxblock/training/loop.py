@@ -28,26 +28,23 @@ from jaxblock.types import Array, Params
 EXIT_DONE, EXIT_NON_FINITE = 0, 3
 
 
-def train(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> tuple[int, dict[str, Any]]:
+def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
     """Run a prepared config in its folder.
 
     Args:
       prepared: from `prepare`.
-      folder: a folder that does not exist yet; with `resume`, a run's folder with an equal config.
-      resume: continue from the newest checkpoint.
+      folder: the run's, made by `RunFolder.create` with an equal config; its newest checkpoint is continued.
 
     Returns:
       The exit code (0 done, 3 non-finite, 130 or 143 interrupted) and the summary.
     """
     start = time.perf_counter()
     config, corpus = prepared.config, prepared.corpus
-    if not resume:
-        folder.create(config)
     keys = run_keys(config.run.seed)
-    with Checkpoints(folder.checkpoints) as checkpoints, Interrupts() as interrupts:
+    with folder.locked(), Checkpoints(folder.checkpoints) as checkpoints, Interrupts() as interrupts:
         state = _first_state(prepared, keys.init, checkpoints)
         done, parameters = int(state.step), count_parameters(state.params)
-        folder.start_metrics(corpus, after=done)
+        folder.start_metrics(config, corpus, after=done)
         with Progress(steps=config.run.steps, done=done) as progress:
             baseline = trigram_baseline(corpus.train, corpus.validation, config.model.vocab_size)
             for line in (corpus.source, *corpus.notes, *decay_table(state.params).split("\n")):
@@ -150,13 +147,15 @@ class _Loop:
                 break
         self.folder.append_metrics(rows)
         if self.non_finite_step is None:
-            self.progress.step(fetched[-1][0], loss=rows[-1]["loss"], tokens_per_s=self.tokens_per_s or 0.0)
+            self.progress.step(
+                fetched[-1][0], loss=float(fetched[-1][1].loss), tokens_per_s=self.tokens_per_s or 0.0
+            )
         return self.non_finite_step is None
 
     def _evaluate(self, step: int, state: TrainState) -> None:
         """Score the validation slice, every token once, and write the loss."""
         loss = validation_loss(self.evaluate, state.params, self.prepared.validation)
-        self.folder.append_metrics([{"step": step, "val_loss": loss}])
+        self.folder.append_metrics([{"step": step, "val_loss": loss if math.isfinite(loss) else None}])
         self.progress.say(f"step {step}: validation loss {loss:.4f} nats per token")
 
 
@@ -171,10 +170,10 @@ def validation_loss(
 
 def _row(step: int, metrics: StepMetrics) -> dict[str, Any]:
     """Return one step's row of metrics.jsonl; JSON has no NaN, so what is not finite is null."""
-    values = {
-        name: float(getattr(metrics, name))
-        for name in ("loss", "objective", "gradient_norm", "learning_rate")
-    }
+    names = ("loss", "objective", "gradient_norm", "parameter_norm", "learning_rate")
+    values = {name: float(getattr(metrics, name)) for name in names}
+    if not metrics.tokens:  # a mean over no target is no loss
+        values["loss"] = values["objective"] = math.nan
     return {
         "step": step,
         **{name: value if math.isfinite(value) else None for name, value in values.items()},

@@ -17,9 +17,11 @@ def plot_run(rows: Sequence[dict[str, Any]], folder: Path, *, baseline: float | 
       folder: where the figures go.
       baseline: the trigram model's loss, drawn as a line for comparison.
     """
-    steps = [row for row in rows if "loss" in row]
+    steps = [row for row in rows if row.get("loss") is not None]
     return [
-        _plot_loss(steps, [row for row in rows if "val_loss" in row], folder / "loss.png", baseline),
+        _plot_loss(
+            steps, [row for row in rows if row.get("val_loss") is not None], folder / "loss.png", baseline
+        ),
         _plot_curve(steps, "learning_rate", "learning rate", folder / "learning_rate.png"),
         _plot_curve(
             steps, "gradient_norm", "global gradient norm, before clipping", folder / "gradient_norm.png"

@@ -69,7 +69,18 @@ def prepare(config: TrainConfig) -> Prepared:
     state = jax.eval_shape(functools.partial(init_state, model, config), keys.init)
     _check_memory(state)
     jax.eval_shape(make_step(model, config), state, train[0], keys.dropout)
+    if config.data.seams == "separate":
+        _check_targets(corpus)
     return Prepared(config, corpus, model, train, validation, prompt_1T)
+
+
+def _check_targets(corpus: Corpus) -> None:
+    """Raise ValueError if all documents of a split have one token, which has nothing to predict."""
+    for split, stream in (("train", corpus.train), ("validation", corpus.validation)):
+        if np.diff(stream.starts, append=len(stream)).max() < 2:
+            raise ValueError(
+                f"data.seams is 'separate', but every document of the {split} split has one token and no target"
+            )
 
 
 def _check_memory(state: TrainState) -> None:

@@ -3,9 +3,12 @@
 A kill at any moment leaves it readable: lines are appended whole, other files replaced in one move.
 """
 
+import contextlib
+import hashlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +41,8 @@ class RunFolder:
         path = Path(config.run.dir) if config.run.dir is not None else Path("runs") / name
         try:
             taken = path.exists() or path.is_symlink()
-        except OSError as error:
-            raise ValueError(
-                f"run.dir is {str(path)!r}, which cannot be a folder: {error.strerror}"
-            ) from error
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            raise ValueError(f"run.dir is {str(path)!r}, which cannot be a folder: {error}") from error
         if taken:
             raise ValueError(
                 f"run.dir is {str(path)!r}, which exists; choose another, or continue that run with --resume {path}"
@@ -66,10 +67,18 @@ class RunFolder:
         return folder
 
     def create(self, config: TrainConfig) -> None:
-        """Make the folder and write the resolved config."""
-        self.path.mkdir(parents=True)
-        self.plots.mkdir()
-        write_config(config, self.config)
+        """Make the folder with the resolved config in it, in one move: no kill leaves a folder that is not a run.
+
+        Raises:
+          ValueError: the folder cannot be made.
+        """
+        unfinished = RunFolder(self.path.with_name(f".{self.path.name}-{os.getpid()}"))
+        try:
+            unfinished.plots.mkdir(parents=True)
+            write_config(config, unfinished.config)
+            unfinished.path.rename(self.path)
+        except OSError as error:
+            raise ValueError(f"run.dir is {str(self.path)!r}, which cannot be made: {error}") from error
 
     def read_config(self) -> TrainConfig:
         """Return the run's config."""
@@ -82,8 +91,41 @@ class RunFolder:
             raise ValueError(
                 f"{str(self.path)!r} cannot be resumed with another config; asked for, and there: {'; '.join(found)}"
             )
-        if self.summary.exists() and json.loads(self.summary.read_bytes())["status"] == "done":
+        first = next(iter(self.read_metrics()), None)
+        if first is not None and first["config_fingerprint"] != config_fingerprint(config):
+            raise ValueError(
+                f"{str(self.config)!r} has been changed since the run started; start a new run from it"
+            )
+        if self.summary.exists() and _read_json(self.summary)["status"] == "done":
             raise ValueError(f"{str(self.path)!r} is done; there is nothing to resume")
+
+    def check_corpus(self, corpus: Corpus) -> None:
+        """Raise ValueError if the run started on other data."""
+        first = next(iter(self.read_metrics()), None)
+        if first is not None and first["corpus_fingerprint"] != corpus.fingerprint:
+            raise ValueError(
+                f"{str(self.path)!r} started on data with fingerprint {first['corpus_fingerprint']}; "
+                f"what its config names now has {corpus.fingerprint}"
+            )
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run for this process, where the system has file locks; a kill releases it.
+
+        Raises:
+          RunError: another process holds it.
+        """
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            yield
+            return
+        with self.config.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise RunError(f"{str(self.path)!r} is in use by another process") from error
+            yield
 
     def append_metrics(self, rows: list[dict[str, Any]]) -> None:
         """Append one line per row to metrics.jsonl."""
@@ -94,14 +136,18 @@ class RunFolder:
         """Return the rows of metrics.jsonl; a last line that a kill cut short is left out."""
         if not self.metrics.exists():
             return []
-        lines = self.metrics.read_bytes().split(b"\n")
-        return [json.loads(line) for line in lines[:-1] if line]
+        lines = self.metrics.read_bytes().split(b"\n")[:-1]
+        try:
+            return [json.loads(line) for line in lines if line]
+        except ValueError as error:
+            raise ValueError(f"{str(self.metrics)!r} holds a line that is not JSON: {error}") from error
 
-    def start_metrics(self, corpus: Corpus, *, after: int) -> None:
+    def start_metrics(self, config: TrainConfig, corpus: Corpus, *, after: int) -> None:
         """Open metrics.jsonl with a row about the data, and drop steps after `after`: they will be made again."""
         first = {
             "step": 0,
             "event": "start",
+            "config_fingerprint": config_fingerprint(config),
             "corpus": corpus.source,
             "corpus_fingerprint": corpus.fingerprint,
             "bytes_per_token": corpus.bytes_per_token,
@@ -119,3 +165,21 @@ class RunFolder:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
         replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
+
+
+class RunError(ValueError):
+    """A run's folder cannot be used as it is; nothing was written."""
+
+
+def config_fingerprint(config: TrainConfig) -> str:
+    """Return 16 hex digits that name a resolved config, wherever its run lies."""
+    values = config.as_dict()
+    values["run"].pop("dir", None)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not JSON: {error}") from error

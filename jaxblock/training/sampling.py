@@ -48,5 +48,6 @@ def encode_prompt(prompt: str, *, as_bytes: bool, vocab_size: int) -> np.ndarray
 def decode(tokens: np.ndarray, *, as_bytes: bool) -> str:
     """Return tokens as text: bytes as UTF-8 with a mark for what is not, or ids separated by spaces."""
     if as_bytes:
-        return bytes(tokens.tolist()).decode("utf-8", errors="replace")
+        # An id that is no byte, in a vocabulary larger than 256, is marked like a byte that is no text.
+        return bytes(np.where(tokens < 256, tokens, 255).tolist()).decode("utf-8", errors="replace")
     return " ".join(str(token) for token in tokens.tolist())

@@ -28,7 +28,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """Float32 scalars of one step, before its update."""
+    """Float32 scalars of one step."""
 
     loss: Array
     """Cross entropy, nats per real target token; without z-loss and smoothing."""
@@ -36,6 +36,8 @@ class StepMetrics(NamedTuple):
     """What was minimised, z-loss and smoothing included."""
     gradient_norm: Array
     """Global norm of the gradient, before clipping."""
+    parameter_norm: Array
+    """Global norm of the parameters, after the update."""
     learning_rate: Array
     """The learning rate applied."""
     tokens: Array
@@ -84,7 +86,8 @@ def make_step(model: Decoder, config: TrainConfig) -> Step:
         norm = optax.tree.norm(gradients)
         updates, moments = optimizer.update(gradients, state.moments, state.params)
         params = optax.apply_updates(state.params, updates)
-        healthy = state.healthy & jnp.isfinite(result.loss) & jnp.isfinite(norm)
+        parameter_norm = optax.tree.norm(params)
+        healthy = state.healthy & jnp.isfinite(jnp.stack([result.loss, norm, parameter_norm])).all()
         new = TrainState(state.step + 1, params, moments, healthy)
         # A select per leaf fuses into the update, and the last finite state is always there to be saved.
         kept = jax.tree.map(lambda ours, theirs: jnp.where(healthy, ours, theirs), new, state)
@@ -92,6 +95,7 @@ def make_step(model: Decoder, config: TrainConfig) -> Step:
             loss=result.nats / jnp.maximum(result.weight, 1),
             objective=result.loss,
             gradient_norm=norm,
+            parameter_norm=parameter_norm,
             learning_rate=schedule(state.step),
             tokens=result.weight,
             healthy=healthy,

@@ -38,7 +38,7 @@ def finish_run(
 
     rows = folder.read_metrics()
     plot_run(rows, folder.plots, baseline=facts["baseline_trigram_loss"])
-    losses = [row["val_loss"] for row in rows if "val_loss" in row]
+    losses = [row["val_loss"] for row in rows if row.get("val_loss") is not None]
     val_loss = losses[-1] if losses else None
     bits = None if val_loss is None or not as_bytes else val_loss / NATS_PER_BIT / corpus.bytes_per_token
     summary = {

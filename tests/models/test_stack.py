@@ -17,7 +17,17 @@ from jaxblock.modules import AttentionInputs, Dropout
 from jaxblock.residual import topology
 from tests.small import CONNECTIONS, built, config, tokens
 
-DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "branch_dropout": 0.2, "depth": 2}
+# Few parameters and few kinds of operations: what is compared is how the stack is run.
+DROPOUT = {
+    "depth": 2,
+    "attention_dropout": 0.2,
+    "hidden_dropout": 0.2,
+    "branch_dropout": 0.2,
+    "norm": "rms_norm",
+    "bias": False,
+    "positions": "none",
+    "feed_forward": "relu",
+}
 LOOP = ExecutionConfig(scan_unroll=2)
 
 
