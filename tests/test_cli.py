@@ -34,6 +34,7 @@ FILES: dict[str, bytes] = {
     "date.toml": b"[run]\nname = 1979-05-27\n",
     "part.toml": b"[model]\ndepth = 3\n",
     "broken.toml": b"[run\n",
+    "deep.toml": b"a = " + b"[" * 5000 + b"]" * 5000,
     "latin.toml": b'[run]\nname = "caf\xe9"\n',
 }
 
@@ -49,6 +50,10 @@ SENTENCES: dict[str, tuple[list[str], str]] = {
     "switch with a value": (["--json=yes"], r"flag --json takes no value"),
     "short flag": (["-s", "3"], r"unexpected argument '-s'"),
     "two files": (["key.toml", "top.toml"], r"unexpected argument 'top.toml'"),
+    "huge option": (["--model.positions", f"rope(base=1{'0' * 400})"], r"model.positions: base is 10.*finite number"),
+    "empty path": (["--data.path="], r"data.path is empty"),
+    "impossible folder": (["--run.dir", "/proc/x"], r"run.dir is '/proc/x'"),
+    "nested TOML": (["deep.toml"], r"config file 'deep.toml' is not TOML"),
     # files
     "missing file": (["tpo.toml"], r"config file 'tpo.toml' does not exist \(did you mean 'top.toml'\?\)"),
     "a folder as file": (["."], r"config file '.' cannot be read: .*directory"),

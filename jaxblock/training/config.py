@@ -31,13 +31,13 @@ class RunConfig(_Section):
     """Names the run's folder, runs/NAME-TIME, when dir is left out."""
     dir: str | None = None
     """The run's folder; it must not exist."""
-    steps: int = 2000
+    steps: int = 2300
     """Number of optimizer steps."""
     seed: int = 0
     """Decides initial parameters, order of the data, dropout and the sample."""
     log_every: int = 20
     """Steps between progress lines; metrics.jsonl has every step."""
-    evaluate_every: int = 1000
+    evaluate_every: int = 1150
     """Steps between evaluations of the whole validation slice; the last step is always evaluated."""
     checkpoint_every: int = 500
     """Steps between checkpoints; the last step is always saved."""
@@ -163,9 +163,10 @@ class TrainConfig(_Section):
     model: ModelConfig = ModelConfig(
         vocab_size=256,
         context=128,
-        depth=4,
+        depth=3,
         width=128,
         heads=4,
+        kv_heads=1,
         feed_forward="swiglu",
         norm="rms_norm",
         bias=False,

@@ -340,3 +340,12 @@ def test_a_target_is_real_only_when_both_its_tokens_are():
     valid = jnp.array([[False, True, True, False, True]])
     got = next_token_targets(jnp.arange(5)[None], valid_BT=valid).valid
     np.testing.assert_array_equal(got, [[False, True, False, False]])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16"])
+@pytest.mark.parametrize("vocabulary", [200, 256, 300])
+def test_narrow_target_types_do_not_wrap(dtype, vocabulary):
+    logits_BTV = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, vocabulary)), jnp.float32)
+    targets_BT = jnp.asarray([[1, 2, 3, 4]])
+    want = cross_entropy(logits_BTV, targets_BT).loss
+    assert cross_entropy(logits_BTV, targets_BT.astype(dtype)).loss == want

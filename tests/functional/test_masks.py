@@ -182,3 +182,19 @@ def test_other_arrays_that_do_not_fit_are_refused():
         visibility(AttentionPattern(query_segments_BQ=four, key_segments_BT=four), 3, 4)
     with pytest.raises(ValueError, match="segments are integers"):
         visibility(AttentionPattern(query_segments_BQ=three, key_segments_BT=four.astype(float)), 3, 4)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [0, 2])
+def test_a_window_of_any_integer_type_is_the_same_window(dtype, causal, size):
+    array = AttentionPattern(causal=causal, window=jnp.asarray(size, dtype))
+    plain = AttentionPattern(causal=causal, window=size or None)
+    want = visibility(plain, 4, 4)
+    want = np.ones((1, 1, 4, 4), bool) if want is None else np.broadcast_to(want, (1, 1, 4, 4))
+    np.testing.assert_array_equal(np.broadcast_to(visibility(array, 4, 4), (1, 1, 4, 4)), want)
+
+
+def test_causal_is_a_boolean():
+    with pytest.raises(ValueError, match="causal is 'no'"):
+        AttentionPattern(causal="no")

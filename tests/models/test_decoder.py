@@ -326,3 +326,19 @@ def test_generation_under_jit_follows_its_key_and_never_emits_a_padded_id():
     assert max(first.max(), other.max()) < SHORT.vocab_size
     logits = forward(SHORT)(params, tokens(8, 3))
     assert np.any(np.argmax(logits, -1) >= SHORT.vocab_size)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+def test_tokens_of_any_integer_type_are_the_same_tokens(dtype):
+    model, params = built(config(vocab_size=256))
+    tokens_BT = jnp.asarray([[200, 5, 255, 0]])
+    want = model.apply({"params": params}, tokens_BT)
+    np.testing.assert_array_equal(model.apply({"params": params}, tokens_BT.astype(dtype)), want)
+
+
+def test_sinusoidal_positions_may_start_anywhere_in_the_context():
+    model, params = built(config(positions="sinusoidal"))
+    tokens_BT = jnp.asarray([[1, 2, 3]])
+    shifted = model.apply({"params": params}, tokens_BT, positions_BT=jnp.asarray([[5, 6, 7]]))
+    assert np.isfinite(shifted).all()
+    assert not np.allclose(shifted, model.apply({"params": params}, tokens_BT))
