@@ -198,7 +198,8 @@ def test_resume_needs_a_summary_that_is_not_done(folder, capsys):
     assert_refused(
         ["train", "--resume", "begun"], "'begun' is done; there is nothing to resume", folder, capsys
     )
-    words = r"cannot be resumed with another config; .*: model.depth: 6, 4; model.window: \(3,\), \(\)"
+    depth = TrainConfig().model.depth
+    words = rf"cannot be resumed with another config; .*: model.depth: 6, {depth}; model.window: \(3,\), \(\)"
     flags = ["--model.depth", "6", "--model.window", "[3]"]
     assert_refused(["train", "--resume", "begun", *flags], words, folder, capsys)
 

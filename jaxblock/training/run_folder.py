@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class RunFolder:
         Raises:
           ValueError: the folder cannot be made.
         """
-        unfinished = RunFolder(self.path.with_name(f".{self.path.name}-{os.getpid()}"))
+        unfinished = RunFolder(self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex[:8]}"))
         try:
             unfinished.plots.mkdir(parents=True)
             write_config(config, unfinished.config)
