@@ -139,7 +139,7 @@ class SampleCommand:
     run: Annotated[str, tyro.conf.Positional]
     """The run's folder."""
     prompt: Text = None
-    """Text to continue (token ids separated by spaces for token shards). Left out: as the run's config says."""
+    """Text to continue (token ids separated by spaces for token shards). Left out: the run's sample.prompt, if any."""
     length: Integer = None
     """Tokens to draw. Left out, here and below: as the run's config says."""
     temperature: Number = None
@@ -226,14 +226,18 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 def _report(run: Path, summary: Mapping[str, Any], sample: str) -> str:
     """Return what a person wants to know at the end of a run."""
     lines = [f"{summary['status']} after {summary['steps']} steps and {summary['wall_s']:.0f} s"]
+    if summary["status"] == "interrupted":
+        lines.append(f"saved; continue with: jaxblock train --resume {run}")
     if summary["val_loss"] is not None:
         lines.append(
             f"validation loss {summary['val_loss']:.4f} nats per token"
-            f" (a trigram model: {summary['baseline_trigram_loss']:.4f})"
+            f" (to beat, a trigram model: {summary['baseline_trigram_loss']:.4f})"
         )
     if summary["val_bits_per_byte"] is not None:
         lines.append(f"bits per byte   {summary['val_bits_per_byte']:.4f}")
-    return "\n".join([*lines, f"run             {run}", "", sample.rstrip("\n")])
+    return "\n".join(
+        [*lines, f"run             {run}", "sample (prompt and continuation):", "", sample.rstrip("\n")]
+    )
 
 
 def _overview() -> str:

@@ -50,8 +50,10 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
             for line in (corpus.source, *corpus.notes, *decay_table(state.params).split("\n")):
                 progress.say(line)
             progress.say(
-                f"{parameters:,} parameters; a trigram model reaches {baseline.loss:.4f} nats per token"
+                f"{parameters:,} parameters; to beat: a trigram model, {baseline.loss:.4f} nats per token"
             )
+            if done:
+                progress.say(f"continues after step {done}")
             loop = _Loop(prepared, folder, checkpoints, progress)
             state = loop.run(state, keys.dropout, interrupts)
         code = EXIT_NON_FINITE if loop.non_finite_step is not None else interrupts.exit_code

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 INK, TRAIN, VALIDATION = "#333333", "#9ecae1", "#08519c"
@@ -55,6 +56,8 @@ def _plot_loss(
         axes.plot(*points, color=VALIDATION, marker="o", label=label)
     if baseline is not None:
         axes.axhline(baseline, color=INK, ls="--", lw=1, label=f"trigram model, {baseline:.3f}")
+    if steps:  # the first steps are far above all that follows
+        axes.set_ylim(top=1.1 * max(np.quantile([r["loss"] for r in steps], 0.98), baseline or 0.0))
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
     return path

@@ -291,6 +291,15 @@ def test_a_run_stopped_twice_ends_with_the_bits_of_the_unbroken_one(
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.fixture
+def sigint_raises():
+    """Python's own answer to SIGINT, which a shell has switched off for a process it started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint_raises")
 def test_a_second_signal_acts_at_once():
     with Interrupts() as interrupts:
         os.kill(os.getpid(), signal.SIGINT)
