@@ -21,6 +21,16 @@ class ParameterRule(NamedTuple):
     axes: tuple[str | None, ...] | None
 
 
+class Label(NamedTuple):
+    """What the optimizer does differently with the parameters whose path matches `pattern` (whole)."""
+
+    pattern: str
+    decay: bool | None = None
+    """Whether weight decay applies; None = as the role says."""
+    learning_rate: float = 1.0
+    """Factor on the learning rate, decay included."""
+
+
 def _block(path: str, role: str, *axes: str) -> ParameterRule:
     return ParameterRule(f"blocks/{path}", role, ("depth", *axes))
 
@@ -43,12 +53,14 @@ PARAMETERS: tuple[ParameterRule, ...] = (
     _block("feed_forward/down/kernel", "down", "hidden", "width"),
     _block("feed_forward/down/bias", "bias", "width"),
     _block(r"(attention_|feed_forward_)?connection/[a-z_]*norm[a-z_]*/(scale|bias)", "norm", "width"),
-    # Whatever else a residual connection declares: mixing weights, gates, branch scales.
+    # Whatever else a residual connection declares: mixing weights, gates, branch scales, nested norms.
     ParameterRule(
         r"blocks/(attention_|feed_forward_)?connection/(?![a-z_]*norm[a-z_]*/(scale|bias)$).*",
         "connection",
         None,
     ),
+    ParameterRule("blocks/after_block/.*", "connection", None),
+    ParameterRule("(shared|close)/.*", "connection", None),
     ParameterRule("final_norm/(scale|bias)", "norm", ("width",)),
     ParameterRule("head/kernel", "head", ("width", "vocab")),
 )

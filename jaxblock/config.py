@@ -257,6 +257,9 @@ class ExecutionConfig:
     """Blocks compiled into one step of the scan over depth: 1 = one compiled block, depth = a plain loop."""
     remat: str = "none"
     """What the backward pass recomputes: none, full, or all but: dots (dense products), branch_out (branch outputs)."""
+    history: str = "reverse"
+    """Derivative of the loop of topologies that read earlier layers (others have none): reverse (memory linear in
+    depth) or plain (also forward mode and higher orders, memory quadratic in depth)."""
     attention: str = "xla"
     """xla, blocked (never makes a [T, T] array), or cudnn (GPU, half precision)."""
 
@@ -269,4 +272,5 @@ class ExecutionConfig:
     def __post_init__(self) -> None:
         check_integer("execution.scan_unroll", self.scan_unroll, least=1)
         check_choice("execution.remat", self.remat, REMAT_POLICIES)
+        check_choice("execution.history", self.history, ("reverse", "plain"))
         check_choice("execution.attention", self.attention, ("xla", "blocked", "cudnn"))

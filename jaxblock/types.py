@@ -10,7 +10,7 @@ lower case:
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -20,8 +20,17 @@ Array: TypeAlias = jax.Array
 Stream: TypeAlias = Any
 """The residual stream: a pytree of arrays with static shapes; one [B, T, D] array for the plain rules."""
 
-Branch: TypeAlias = Callable[[Array], Array]
-"""What a residual connection wraps, `f` in `x + f(norm(x))`: [B, T, D] -> [B, T, D]."""
+
+class Views(NamedTuple):
+    """What attention's three projections read where a connection gives each its own array, [B, T, D]."""
+
+    query: Array
+    key: Array
+    value: Array
+
+
+Branch: TypeAlias = Callable[[Any], Array]
+"""What a residual connection wraps, `f` in `x + f(norm(x))`: [B, T, D], or `Views`, -> [B, T, D]."""
 
 Norm: TypeAlias = Callable[[Array], Array]
 """A normalization over the last axis, [B, T, D] -> [B, T, D], with its parameters already bound."""

@@ -5,14 +5,18 @@ parallel    x = connect(x, attention + feed_forward)
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 
 from jaxblock.config import ExecutionConfig, ModelConfig
 from jaxblock.modules import Attention, AttentionInputs, Dropout, FeedForward
+from jaxblock.modules.intermediates import record
 from jaxblock.residual import Topology, residual
-from jaxblock.types import Array, Stream
+from jaxblock.types import Array, Branch, Stream
 
 
 class LayerInputs(NamedTuple):
@@ -20,10 +24,28 @@ class LayerInputs(NamedTuple):
 
     window: Array | None = None
     """Sliding window in tokens, int32, 0 = unlimited; None where all blocks share the pattern's."""
+    block: Array | None = None
+    """Number of the block, from 0, int32; None where no connection asks for its place."""
+    sublayer: Array | None = None
+    """Number of the block's first sublayer, from 0, int32."""
+
+
+def layer_inputs(config: ModelConfig) -> LayerInputs:
+    """Return the per-layer constants of a whole stack, every leaf [L]."""
+    block = jnp.arange(config.depth, dtype=jnp.int32)
+    window = None
+    if len({size or None for size in config.window}) > 1:
+        window = jnp.resize(jnp.asarray(config.window, jnp.int32), (config.depth,))
+    return LayerInputs(window, block, block * (config.sublayers // config.depth))
 
 
 class Block(nn.Module):
-    """One transformer block: stream to stream. It never asks whether it is scanned, trained or decoded."""
+    """One transformer block: stream to stream. It never asks whether it is scanned, trained or decoded.
+
+    With the collection "intermediates" mutable it gives what each branch read and wrote (`attention_in`,
+    `attention_out`, ...) and, where the stream is one array, the stream before, between and after
+    (`resid_pre`, `resid_mid`, `resid_post`).
+    """
 
     config: ModelConfig
     execution: ExecutionConfig
@@ -35,8 +57,9 @@ class Block(nn.Module):
         config = self.config
         if layer.window is not None:
             inputs = inputs._replace(pattern=dataclasses.replace(inputs.pattern, window=layer.window))
-        attention = Attention(config, self.execution, name="attention")
-        feed_forward = FeedForward(config, name="feed_forward")
+        gain = functools.partial(self.topology.gain, config)
+        attention = Attention(config, self.execution, gain, name="attention")
+        feed_forward = FeedForward(config, gain, name="feed_forward")
 
         def attend(h: Array) -> Array:
             return Dropout(config.branch_dropout, name="attention_dropout")(attention(h, inputs))
@@ -44,11 +67,30 @@ class Block(nn.Module):
         def feed(h: Array) -> Array:
             return Dropout(config.branch_dropout, name="feed_forward_dropout")(feed_forward(h))
 
-        def connect(stream: Stream, name: str, branch) -> Stream:
-            connection = self.topology.connection(config, name=name)
-            return residual(connection, stream, branch, dtype=config.dtype)
-
+        self._record_stream("resid_pre", stream)
         if config.wiring == "parallel":
-            return connect(stream, "connection", lambda h: attend(h) + feed(h))
-        stream = connect(stream, "attention_connection", attend)
-        return connect(stream, "feed_forward_connection", feed)
+            stream = self._connect(stream, "connection", "parallel", lambda h: attend(h) + feed(h))
+        else:
+            stream = self._connect(stream, "attention_connection", "attention", attend)
+            self._record_stream("resid_mid", stream)
+            stream = self._connect(stream, "feed_forward_connection", "feed_forward", feed)
+        if self.topology.after_block is not None:
+            stream = self.topology.after_block(config, name="after_block")(stream)
+        self._record_stream("resid_post", stream)
+        return stream
+
+    def _connect(self, stream: Stream, name: str, branch_name: str, branch: Branch) -> Stream:
+        """Run one sublayer."""
+
+        def recorded(h: Array) -> Array:
+            y = branch(h)
+            record(self, f"{branch_name}_in", h)
+            record(self, f"{branch_name}_out", y)
+            return y
+
+        connection = self.topology.connection(self.config, name=name)
+        return residual(connection, stream, recorded, dtype=self.config.dtype)
+
+    def _record_stream(self, name: str, stream: Stream) -> None:
+        if isinstance(stream, jax.Array):
+            record(self, name, stream)

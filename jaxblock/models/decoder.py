@@ -10,9 +10,11 @@ from jaxblock.functional.dense import logits
 from jaxblock.functional.masks import AttentionPattern
 from jaxblock.functional.positions import rotary_angles
 from jaxblock.functional.segments import segment_positions
-from jaxblock.models.block import Block, LayerInputs
-from jaxblock.models.stack import init_blocks, run_blocks
+from jaxblock.models.block import Block, layer_inputs
+from jaxblock.models.stack import StackInputs, init_blocks, run_blocks
 from jaxblock.modules import AttentionInputs, Embedding, Norm, PositionTable
+from jaxblock.modules.intermediates import COLLECTION as INTERMEDIATES
+from jaxblock.modules.intermediates import record
 from jaxblock.modules.kernel import kernel_init
 from jaxblock.residual import STREAM_AXES, Topology, topology
 from jaxblock.types import Array, Params
@@ -22,7 +24,8 @@ class Decoder(nn.Module):
     """A causal language model over token ids.
 
     A pure function once its parameters are given: `model.apply({"params": params}, tokens_BT)`; pass
-    `rngs={"dropout": key}` and dropout is on, leave it out and it is off.
+    `rngs={"dropout": key}` and dropout is on, leave it out and it is off. With `mutable=["intermediates"]` it also
+    returns what its branches read and wrote, every leaf stacked [L, ...] under "blocks" (see `Block`).
 
     Attributes:
       config: what the model is.
@@ -57,8 +60,7 @@ class Decoder(nn.Module):
         """
         chex.assert_rank(tokens_BT, 2)
         chex.assert_type(tokens_BT, int)
-        config = self.config
-        connections = topology(config.residual) if self.topology is None else self.topology
+        config, connections = self.config, self.connections
         if positions_BT is None:
             positions_BT = segment_positions(tokens_BT.shape[1], segments_BT)
 
@@ -68,28 +70,49 @@ class Decoder(nn.Module):
             x_BTD = x_BTD + PositionTable(config, name="positions")(positions_BT)
         x_BTD = axes.constrain(x_BTD, *STREAM_AXES)
 
-        inputs, layers = self._inputs(valid_BT, segments_BT, positions_BT)
-        block = Block(config, self.execution, connections, parent=None)
-        params = self.param("blocks", self._init_blocks, block)
-        dropout_key = self.make_rng("dropout") if self.has_rng("dropout") else None
-        x_BTD = run_blocks(
-            block, params, x_BTD, inputs, layers, dropout_key=dropout_key, execution=self.execution
+        shared = None if connections.shared is None else connections.shared(config, name="shared")()
+        inputs = StackInputs(
+            self._attention_inputs(valid_BT, segments_BT, positions_BT), layer_inputs(config), shared
         )
+        block = Block(config, self.execution, connections, parent=None)
+        params = self.param("blocks", self._init_blocks, block, shared)
+        dropout_key = self.make_rng("dropout") if self.has_rng("dropout") else None
+        stream, collected = run_blocks(
+            block,
+            params,
+            connections.open(config, x_BTD),
+            inputs,
+            dropout_key=dropout_key,
+            execution=self.execution,
+            collect=(INTERMEDIATES,) if self.is_mutable_collection(INTERMEDIATES) else (),
+        )
+        record(self, "blocks", collected.get(INTERMEDIATES, {}))
+        x_BTD = stream
+        if connections.close is not None:
+            x_BTD = connections.close(config, name="close")(stream, shared)
+        chex.assert_shape(x_BTD, (*tokens_BT.shape, config.width))
+        record(self, "resid_final", x_BTD)
         if connections.final_norm:
             x_BTD = Norm(config, name="final_norm")(x_BTD)
         x_BTD = x_BTD.astype(config.dtype)
         return embedding.attend(x_BTD) if config.head == "tied" else Head(config, name="head")(x_BTD)
 
-    def _inputs(
+    @property
+    def connections(self) -> Topology:
+        """The residual topology of the stack."""
+        return topology(self.config.residual) if self.topology is None else self.topology
+
+    def project(self, params: Params) -> Params:
+        """Return the parameters as the topology wants them after an optimizer step; most want nothing."""
+        project = self.connections.project
+        return params if project is None else project(self.config, params)
+
+    def _attention_inputs(
         self, valid_BT: Array | None, segments_BT: Array | None, positions_BT: Array
-    ) -> tuple[AttentionInputs, LayerInputs]:
-        """Return what all blocks' attention reads, and what differs from block to block."""
+    ) -> AttentionInputs:
+        """Return what all blocks' attention reads."""
         config = self.config
         windows = {size or None for size in config.window}
-        layers = LayerInputs()
-        if len(windows) > 1:
-            pattern_of_windows = jnp.asarray(config.window, jnp.int32)
-            layers = LayerInputs(window=jnp.resize(pattern_of_windows, (config.depth,)))
         pattern = AttentionPattern(
             causal=True,
             window=windows.pop() if len(windows) == 1 else None,
@@ -101,13 +124,15 @@ class Decoder(nn.Module):
         choice = config.position_choice
         if choice.name == "rope":
             angles = rotary_angles(positions_BT, config.head_dim, base=choice.options["base"])
-        return AttentionInputs(pattern, angles), layers
+        return AttentionInputs(pattern, angles)
 
-    def _init_blocks(self, key: Array, block: Block) -> Params:
+    def _init_blocks(self, key: Array, block: Block, shared: Params) -> Params:
         """Return the stack's parameters; they depend on no length, so one token is enough to trace."""
-        stream = jnp.zeros((1, 1, self.config.width), self.config.stream_dtype)
-        inputs, layers = self._inputs(None, None, jnp.zeros((1, 1), jnp.int32))
-        return init_blocks(block, key, stream, inputs, layers, depth=self.config.depth)
+        config = self.config
+        x_BTD = jnp.zeros((1, 1, config.width), config.stream_dtype)
+        attention = self._attention_inputs(None, None, jnp.zeros((1, 1), jnp.int32))
+        inputs = StackInputs(attention, layer_inputs(config), shared)
+        return init_blocks(block, key, block.topology.open(config, x_BTD), inputs, depth=config.depth)
 
 
 class Head(nn.Module):

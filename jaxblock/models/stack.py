@@ -5,13 +5,16 @@ checkpoints, imports and probes never convert. Layers are rematerialised here an
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 
 from jaxblock.config import ExecutionConfig
 from jaxblock.models.block import LayerInputs
+from jaxblock.models.write_once import holds_history, scan_plain, scan_write_once
 from jaxblock.modules import AttentionInputs
+from jaxblock.residual.place import COLLECTION as PLACE
 from jaxblock.types import Array, Params, Stream
 
 _POLICIES: Mapping[str, Callable | None] = {
@@ -21,55 +24,75 @@ _POLICIES: Mapping[str, Callable | None] = {
 }
 
 
-def init_blocks(
-    block: nn.Module, key: Array, stream: Stream, inputs: AttentionInputs, layers: LayerInputs, *, depth: int
-) -> Params:
+class StackInputs(NamedTuple):
+    """What the blocks of a stack read besides the stream."""
+
+    attention: AttentionInputs | None
+    """The same for every block: closed over, never carried."""
+    layers: LayerInputs
+    """Per-layer constants, every leaf [L]."""
+    shared: Params = None
+    """Parameters that belong to no layer; closed over, never carried."""
+
+
+def init_blocks(block: nn.Module, key: Array, stream: Stream, inputs: StackInputs, *, depth: int) -> Params:
     """Return stacked parameters, every leaf [L, ...]: layer i is what the block alone would get from key i.
 
     Initialising under vmap keeps the depth axis out of every fan-in.
     """
 
     def init(key: Array, layer: LayerInputs) -> Params:
-        return block.init(key, stream, inputs, layer)["params"]
+        variables = {PLACE: _place(layer, inputs.shared)}
+        rngs = {"params": key}
+        _, made = block.apply(variables, stream, inputs.attention, layer, rngs=rngs, mutable=["params"])
+        return made["params"]
 
-    return jax.vmap(init)(jax.random.split(key, depth), layers)
+    return jax.vmap(init)(jax.random.split(key, depth), inputs.layers)
 
 
 def run_blocks(
     block: nn.Module,
     params: Params,
     stream: Stream,
-    inputs: AttentionInputs,
-    layers: LayerInputs,
+    inputs: StackInputs,
     *,
     dropout_key: Array | None,
     execution: ExecutionConfig,
-) -> Stream:
+    collect: tuple[str, ...] = (),
+) -> tuple[Stream, dict[str, Any]]:
     """Run the stream through all blocks.
 
     Args:
       block: an unbound block; its `apply` is called once per layer.
       params: stacked parameters, every leaf [L, ...].
       stream: the stream from `open`.
-      inputs: what every block's attention reads; closed over, never carried.
-      layers: per-layer constants, every leaf [L].
+      inputs: what the blocks read besides.
       dropout_key: split into one key per layer; None = no dropout.
-      execution: scan_unroll and remat; the result is the same, to round-off, for all of them.
+      execution: scan_unroll, remat and history; the result is the same, to round-off, for all of them.
+      collect: collections the blocks may write to, such as "intermediates".
 
     Returns:
-      The stream after the last block.
+      The stream after the last block, and what was collected, every leaf [L, ...].
     """
     depth = jax.tree.leaves(params)[0].shape[0]
     unroll = min(execution.scan_unroll, depth)
     keys = None if dropout_key is None else jax.random.split(dropout_key, depth)
 
-    def step(stream: Stream, scanned: tuple) -> tuple[Stream, None]:
-        layer_params, layer, key = scanned
+    def step(stream: Stream, scanned: tuple, closed: tuple) -> tuple[Stream, dict[str, Any]]:
+        (layer_params, layer, key), (attention, shared) = scanned, closed
+        variables = {"params": layer_params, PLACE: _place(layer, shared)}
         rngs = {} if key is None else {"dropout": key}
-        return block.apply({"params": layer_params}, stream, inputs, layer, rngs=rngs), None
+        return block.apply(variables, stream, attention, layer, rngs=rngs, mutable=list(collect))
 
     if execution.remat != "none":
         # A loop that stays a loop keeps forward and backward apart; only straight-line code could be merged again.
         step = jax.checkpoint(step, policy=_POLICIES[execution.remat], prevent_cse=unroll == depth)
-    stream, _ = jax.lax.scan(step, stream, (params, layers, keys), unroll=unroll)
-    return stream
+    scan = scan_write_once if execution.history == "reverse" and holds_history(stream) else scan_plain
+    scanned, closed = (params, inputs.layers, keys), (inputs.attention, inputs.shared)
+    return scan(step, stream, scanned, closed, unroll=unroll)
+
+
+def _place(layer: LayerInputs, shared: Params) -> dict[str, Any]:
+    """Return the collection that `residual.place` reads."""
+    place = {"block": layer.block, "sublayer": layer.sublayer, "shared": shared}
+    return {name: value for name, value in place.items() if value is not None}

@@ -4,6 +4,8 @@ Kernels stay apart by role ([D, H, K], [D, G, K], [D, G, K], [H, K, D]), so that
 and imports never slice a fused one; a fused product can still be formed where it is used.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -14,8 +16,8 @@ from jaxblock.functional.dense import dense
 from jaxblock.functional.masks import AttentionPattern
 from jaxblock.functional.positions import alibi_slopes, apply_rotary
 from jaxblock.modules.dropout import site_key
-from jaxblock.modules.kernel import Kernel
-from jaxblock.types import Array
+from jaxblock.modules.kernel import Kernel, unit_gain
+from jaxblock.types import Array, Views
 
 
 class AttentionInputs(NamedTuple):
@@ -32,15 +34,18 @@ class Attention(nn.Module):
 
     config: ModelConfig
     execution: ExecutionConfig
+    gain: Callable[[str], float] = unit_gain
+    """Factor on a kernel's initial values, by role."""
 
     @nn.compact
-    def __call__(self, x_BTD: Array, inputs: AttentionInputs) -> Array:
-        """Return attention's output, [B, T, D] -> [B, T, D] in x's dtype."""
-        config = self.config
+    def __call__(self, x: Array | Views, inputs: AttentionInputs) -> Array:
+        """Return attention's output, [B, T, D], or `Views` of that shape, -> [B, T, D] in x's dtype."""
+        config, kernel = self.config, functools.partial(Kernel, self.config, gain=self.gain)
         width, heads, kv_heads, head_dim = config.width, config.heads, config.num_kv_heads, config.head_dim
-        q_BTHK = dense(x_BTD, *Kernel(config, "query", (width, heads, head_dim), name="query")())
-        k_BTGK = dense(x_BTD, *Kernel(config, "key", (width, kv_heads, head_dim), name="key")())
-        v_BTGK = dense(x_BTD, *Kernel(config, "value", (width, kv_heads, head_dim), name="value")())
+        views = x if isinstance(x, Views) else Views(x, x, x)
+        q_BTHK = dense(views.query, *kernel("query", (width, heads, head_dim), name="query")())
+        k_BTGK = dense(views.key, *kernel("key", (width, kv_heads, head_dim), name="key")())
+        v_BTGK = dense(views.value, *kernel("value", (width, kv_heads, head_dim), name="value")())
         positions = config.position_choice
         if inputs.angles is not None:
             convention = positions.options["convention"]
@@ -55,5 +60,5 @@ class Attention(nn.Module):
         y_BTHK = attention(
             q_BTHK, k_BTGK, v_BTGK, inputs.pattern, scores=scores, implementation=self.execution.attention
         )
-        output = Kernel(config, "output", (heads, head_dim, width), axes=2, name="output")
+        output = kernel("output", (heads, head_dim, width), axes=2, name="output")
         return dense(y_BTHK, *output(), axes=2)

@@ -1,5 +1,8 @@
 """The position-wise feed-forward's parameters, D -> F -> D, plain or gated, around `functional.feed_forward`."""
 
+import functools
+from collections.abc import Callable
+
 import flax.linen as nn
 
 from jaxblock.config import ModelConfig
@@ -10,26 +13,33 @@ from jaxblock.functional.feed_forward import (
     gated_feed_forward,
 )
 from jaxblock.modules.dropout import Dropout
-from jaxblock.modules.kernel import Kernel
-from jaxblock.types import Array
+from jaxblock.modules.kernel import Kernel, unit_gain
+from jaxblock.types import Array, Views
 
 
 class FeedForward(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x)) * up(x)) where the config's choice is gated."""
 
     config: ModelConfig
+    gain: Callable[[str], float] = unit_gain
+    """Factor on a kernel's initial values, by role."""
 
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:
         """Return the branch's output, [B, T, D] -> [B, T, D] in x's dtype."""
-        config = self.config
+        if isinstance(x_BTD, Views):
+            raise ValueError(
+                "the feed-forward reads one array and its connection gave it Views(query, key, value); only "
+                'attention reads views, and only with wiring = "serial"'
+            )
+        config, kernel = self.config, functools.partial(Kernel, self.config, gain=self.gain)
         wide, narrow = (config.width, config.num_hidden), (config.num_hidden, config.width)
         dropout = Dropout(config.hidden_dropout, name="hidden_dropout")
-        up, up_bias = Kernel(config, "up", wide, name="up")()
-        down, down_bias = Kernel(config, "down", narrow, name="down")()
+        up, up_bias = kernel("up", wide, name="up")()
+        down, down_bias = kernel("down", narrow, name="down")()
         if not config.gated:
             weights = FeedForwardWeights(up, down, up_bias, down_bias)
             return feed_forward(x_BTD, weights, config.feed_forward, hidden_dropout=dropout)
-        gate, gate_bias = Kernel(config, "gate", wide, name="gate")()
+        gate, gate_bias = kernel("gate", wide, name="gate")()
         weights = GatedWeights(gate, up, down, gate_bias, up_bias, down_bias)
         return gated_feed_forward(x_BTD, weights, config.feed_forward, hidden_dropout=dropout)

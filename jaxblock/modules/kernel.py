@@ -1,6 +1,7 @@
 """The weights of a dense product y = x W + b, their initial scale set by the role the kernel plays."""
 
 import math
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -11,10 +12,19 @@ from jaxblock.functional.initial_values import normal, standard_deviation
 from jaxblock.types import Array
 
 
-def kernel_init(config: ModelConfig, role: str, *, fan_in: int) -> nn.initializers.Initializer:
-    """Return the initializer of a kernel or table with this role and fan-in."""
+def unit_gain(role: str) -> float:
+    """Return 1: no role's initial values are scaled."""
+    return 1.0
+
+
+def kernel_init(
+    config: ModelConfig, role: str, *, fan_in: int, gain: float = 1.0
+) -> nn.initializers.Initializer:
+    """Return the initializer of a kernel or table with this role and fan-in, its values multiplied by `gain`."""
     rule, options = config.initialization_choice
-    std = standard_deviation(rule, role, fan_in=fan_in, blocks=config.depth, std=options.get("std", 0.0))
+    std = gain * standard_deviation(
+        rule, role, fan_in=fan_in, blocks=config.depth, std=options.get("std", 0.0)
+    )
 
     def init(
         key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.float32, out_sharding=None
@@ -36,12 +46,16 @@ class Kernel(nn.Module):
     role: str
     shape: tuple[int, ...]
     axes: int = 1
+    gain: Callable[[str], float] = unit_gain
+    """Factor on the initial values, by role."""
 
     @nn.compact
     def __call__(self) -> tuple[Array, Array | None]:
         """Return (kernel, bias); the bias is None where the config has none."""
         dtype = jnp.dtype(self.config.param_dtype)
-        init = kernel_init(self.config, self.role, fan_in=math.prod(self.shape[: self.axes]))
+        init = kernel_init(
+            self.config, self.role, fan_in=math.prod(self.shape[: self.axes]), gain=self.gain(self.role)
+        )
         kernel = self.param("kernel", init, self.shape, dtype)
         if not self.config.bias:
             return kernel, None

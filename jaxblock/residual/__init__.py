@@ -1,19 +1,29 @@
 """Residual connections: the contract, the combinator that runs them, and the registry that names them."""
 
+from jaxblock.axes import Label
 from jaxblock.residual.combinator import STREAM_AXES, residual
+from jaxblock.residual.history import History, open_history, read_once
+from jaxblock.residual.place import Place, place
 from jaxblock.residual.placements import BranchNorm, NoResidual, PeriNorm, PostNorm, PreNorm
 from jaxblock.residual.registry import REGISTRY, topology
-from jaxblock.residual.topology import Topology
+from jaxblock.residual.topology import NoGradient, Topology
 
 __all__ = [
     "REGISTRY",
     "STREAM_AXES",
     "BranchNorm",
+    "History",
+    "Label",
+    "NoGradient",
     "NoResidual",
     "PeriNorm",
+    "Place",
     "PostNorm",
     "PreNorm",
     "Topology",
+    "open_history",
+    "place",
+    "read_once",
     "residual",
     "topology",
 ]

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxblock import axes
-from jaxblock.types import Array, Branch, Stream
+from jaxblock.residual.history import History
+from jaxblock.types import Array, Branch, Stream, Views
 
 STREAM_AXES = ("batch", "position", "width")
 
@@ -20,7 +21,7 @@ def residual(connection, stream: Stream, branch: Branch, *, dtype: jax.typing.DT
     Args:
       connection: a rule `(stream, f) -> stream`, such as `PreNorm(config)`.
       stream: the residual stream before the sublayer.
-      branch: [B, T, D] -> [B, T, D], attention or feed-forward, in `dtype`.
+      branch: [B, T, D] (or `Views`) -> [B, T, D], attention or feed-forward, in `dtype`.
       dtype: the compute dtype.
 
     Returns:
@@ -33,16 +34,17 @@ def residual(connection, stream: Stream, branch: Branch, *, dtype: jax.typing.DT
     name = type(connection).__name__
     calls = 0
 
-    def f(h: Array) -> Array:
+    def f(h: Array | Views) -> Array:
         nonlocal calls
         calls += 1
         if calls > 1:
             raise ValueError(
                 f"residual connection {name} called its branch twice; it must call f exactly once"
             )
-        y = branch(axes.constrain(h.astype(dtype), *STREAM_AXES))
-        chex.assert_equal_shape([h, y])
-        return checkpoint_name(axes.constrain(y, *STREAM_AXES), "branch_out").astype(h.dtype)
+        y = branch(jax.tree.map(lambda x: axes.constrain(x.astype(dtype), *STREAM_AXES), h))
+        read = jax.tree.leaves(h)
+        chex.assert_equal_shape([*read, y])
+        return checkpoint_name(axes.constrain(y, *STREAM_AXES), "branch_out").astype(read[0].dtype)
 
     after = connection(stream, f)
     if calls == 0:
@@ -55,8 +57,11 @@ def _check_same_stream(name: str, before: Stream, after: Stream) -> None:
     """Raise ValueError unless two streams have the same structure, shapes and dtypes."""
 
     def form(stream: Stream) -> tuple:
-        leaves, structure = jax.tree.flatten(stream)
-        return [(jnp.shape(x), jnp.result_type(x).name) for x in leaves], str(structure)
+        # A history may have grown; it still is a history of rows of that shape.
+        is_history = lambda node: isinstance(node, History)  # noqa: E731
+        leaves, structure = jax.tree.flatten(stream, is_leaf=is_history)
+        arrays = [x.rows_NBTD if isinstance(x, History) else x for x in leaves]
+        return [(jnp.shape(x), jnp.result_type(x).name) for x in arrays], str(structure)
 
     if form(before) != form(after):
         raise ValueError(

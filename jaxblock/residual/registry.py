@@ -5,15 +5,20 @@ from collections.abc import Callable, Mapping
 
 from jaxblock.config import check_options, parse_choice
 from jaxblock.contracts import check_choice
-from jaxblock.residual.placements import BranchNorm, NoResidual, PeriNorm, PostNorm, PreNorm
+from jaxblock.residual.attention_residual import attention_residual, block_attention_residual
+from jaxblock.residual.dense_former import dense_former
+from jaxblock.residual.placements import branch_norm, none, peri_norm, post_norm, pre_norm
 from jaxblock.residual.topology import Topology
 
 REGISTRY: Mapping[str, Callable[..., Topology]] = {
-    "none": lambda: Topology(NoResidual, "f(norm(x))", "control, no skip"),
-    "pre_norm": lambda: Topology(PreNorm, "x + f(norm(x))", "arXiv 2002.04745"),
-    "post_norm": lambda: Topology(PostNorm, "norm(x + f(x))", "arXiv 1706.03762", final_norm=False),
-    "peri_norm": lambda: Topology(PeriNorm, "x + norm(f(norm(x)))", "arXiv 2502.02732"),
-    "branch_norm": lambda: Topology(BranchNorm, "x + norm(f(x))", "arXiv 2501.00656"),
+    "none": none,
+    "pre_norm": pre_norm,
+    "post_norm": post_norm,
+    "peri_norm": peri_norm,
+    "branch_norm": branch_norm,
+    "dense_former": dense_former,
+    "attention_residual": attention_residual,
+    "block_attention_residual": block_attention_residual,
 }
 
 

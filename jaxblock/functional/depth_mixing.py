@@ -1,0 +1,178 @@
+"""What history topologies read: a weighted sum over depth, h = sum_i a_i v_i, the weights fixed or a softmax.
+
+Sources are the rows of a history [N, B, T, D] and rows made since, each a chunk [n, B, T, D]; `present` [N + n]
+says which of them exist yet. A source that does not exist has weight exactly 0 and gets no gradient. Chunks are
+never joined (a copy of the history per read is what makes memory quadratic): only their scores are.
+
+Weights are float32, sums too; the result has the rows' dtype.
+Sources: DenseFormer arXiv 2402.02622, eq. 1; Attention Residuals arXiv 2603.15031; depth heads arXiv 2607.27230.
+"""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxblock.contracts import check_choice
+from jaxblock.functional.norms import rms_norm
+from jaxblock.types import Array
+
+DEPTH_SCORES = ("softmax", "sigmoid")
+
+
+class Sources(NamedTuple):
+    """What can be read at one place in depth."""
+
+    chunks: tuple[Array, ...]
+    """Each [n, B, T, D], one dtype: the history's rows, then what was made since."""
+    present: Array
+    """Boolean [N], N the rows of all chunks: True = exists."""
+    index: Array
+    """int32 [N]: the number of each source, 0 = the embedding."""
+
+    @property
+    def newest(self) -> Array:
+        """The number of the newest source that exists, int32 scalar."""
+        return jnp.max(jnp.where(self.present, self.index, 0))
+
+
+def mix_sources(sources: Sources, weights: Array) -> Array:
+    """Return sum_i weights_i v_i, [B, T, D] in the rows' dtype.
+
+    Args:
+      sources: the rows.
+      weights: float32 [N], or per token and group of channels [N, B, T, H] with H dividing D. The weight of a
+        source that does not exist is taken as 0 whatever it is.
+    """
+    rows = sum(chunk.shape[0] for chunk in sources.chunks)
+    chex.assert_rank(weights, {1, 4})
+    chex.assert_axis_dimension(weights, 0, rows)
+    chex.assert_shape(sources.present, (rows,))
+    weights = jnp.where(_beside(sources.present, weights), weights.astype(jnp.float32), 0.0)
+    total, start = jnp.zeros((), jnp.float32), 0
+    for chunk in sources.chunks:
+        part = weights[start : start + chunk.shape[0]]
+        if part.ndim == 4:
+            part = jnp.repeat(part, chunk.shape[-1] // part.shape[-1], axis=-1)
+        total = total + jnp.sum(_beside(part, chunk) * chunk.astype(jnp.float32), axis=0)
+        start += chunk.shape[0]
+    return total.astype(sources.chunks[0].dtype)
+
+
+def content_scores(
+    sources: Sources, query: Array, key_scale: Array | None, *, heads: int, epsilon: float
+) -> Array:
+    """Return s_i = q . rms_norm(v_i) per group of channels, float32 [N, B, T, H]; no 1 / sqrt(D).
+
+    Args:
+      sources: the rows, keys and values at once.
+      query: [D], one for all tokens, or [B, T, D].
+      key_scale: the key norm's scale [D]; None = keys are the rows themselves.
+      heads: H, groups of D / H channels with a softmax each (arXiv 2607.27230); 1 = one over all channels.
+      epsilon: of the key norm.
+    """
+    chex.assert_rank(query, {1, 3})
+    chex.assert_axis_dimension(query, -1, sources.chunks[0].shape[-1])
+    query = query.astype(jnp.float32).reshape((1,) * (4 - query.ndim) + query.shape)
+    scores = []
+    for chunk in sources.chunks:
+        keys = chunk.astype(jnp.float32)
+        if key_scale is not None:
+            keys = rms_norm(keys, key_scale.astype(jnp.float32), epsilon=epsilon)
+        scores.append(_grouped_sum(query * keys, heads))
+    return jnp.concatenate(scores)
+
+
+def keyed_scores(keys_ND: Array, query_BTD: Array, *, heads: int) -> Array:
+    """Return s_i = q . k_i for keys that belong to the sources' places, not their contents: [N, B, T, H]."""
+    chex.assert_rank([keys_ND, query_BTD], [2, 3])
+    keys = keys_ND.astype(jnp.float32)[:, None, None, :]
+    return _grouped_sum(keys * query_BTD.astype(jnp.float32)[None], heads)
+
+
+def depth_weights(scores: Array, present: Array, rule: str) -> Array:
+    """Return weights of the sources that exist from their scores, same shape, float32.
+
+    Args:
+      scores: [N] or [N, B, T, H].
+      present: boolean [N]; False gives weight exactly 0.
+      rule: "softmax" over the sources that exist (weights sum to 1), or "sigmoid" of each score.
+
+    Raises:
+      ValueError: another rule.
+    """
+    check_choice("score", rule, DEPTH_SCORES)
+    exists = _beside(present, scores)
+    scores = scores.astype(jnp.float32)
+    if rule == "sigmoid":
+        return jnp.where(exists, jax.nn.sigmoid(scores), 0.0)
+    return jax.nn.softmax(scores, axis=0, where=exists)
+
+
+def depth_window(sources: Sources, window: int) -> Array:
+    """Return which sources a reader with this window sees: the newest `window` and the embedding; 0 = all."""
+    if window == 0:
+        return sources.present
+    near = sources.index > sources.newest - window
+    return sources.present & (near | (sources.index == 0))
+
+
+class FinishedPart(NamedTuple):
+    """Phase 1 of a two-phase read: what a query gets from finished sources alone."""
+
+    value: Array
+    """Their softmax-weighted mean, float32 [..., B, T, D]."""
+    log_weight: Array
+    """log sum exp of their scores, float32 [..., B, T, H]."""
+
+
+def read_finished(sources: Sources, scores: Array) -> FinishedPart:
+    """Return phase 1: scores [N, B, T, H] of finished sources to their softmax-mean and log-sum-exp."""
+    exists = _beside(sources.present, scores)
+    value = mix_sources(sources, depth_weights(scores, sources.present, "softmax"))
+    return FinishedPart(value.astype(jnp.float32), jax.nn.logsumexp(scores, axis=0, where=exists))
+
+
+def read_partial(finished: FinishedPart, partial_BTD: Array, score_BTH: Array, present: Array) -> Array:
+    """Return phase 2: the softmax over finished sources and one more, exactly as one softmax over all gives.
+
+    Args:
+      finished: phase 1.
+      partial_BTD: the one more source.
+      score_BTH: its score.
+      present: boolean scalar, whether it exists.
+    """
+    score = jnp.where(present, score_BTH, -jnp.inf)
+    top = jnp.maximum(finished.log_weight, score)
+    old, new = jnp.exp(finished.log_weight - top), jnp.exp(score - top)
+    width = partial_BTD.shape[-1]
+    share = jnp.repeat(new / (old + new), width // score.shape[-1], axis=-1)
+    h = (1.0 - share) * finished.value + share * partial_BTD.astype(jnp.float32)
+    return h.astype(partial_BTD.dtype)
+
+
+def dense_terms(depth: int, *, dilation: int, period: int) -> np.ndarray:
+    """Return which states each DenseFormer average holds, boolean [L + 1, L + 1] (row i: after block i).
+
+    Row i has j <= i with j = i modulo `dilation`, and only where `period` divides i; row 0 has none.
+    """
+    i, j = np.arange(depth + 1)[:, None], np.arange(depth + 1)
+    return (j <= i) & ((i - j) % dilation == 0) & (i % period == 0) & (i > 0)
+
+
+def dense_table(weights: Array, terms: np.ndarray) -> Array:
+    """Spread the weights that exist, [count], over a table [L + 1, L + 1] of zeros, row by row, float32."""
+    chex.assert_shape(weights, (int(terms.sum()),))
+    return jnp.zeros(terms.shape, jnp.float32).at[np.nonzero(terms)].set(weights.astype(jnp.float32))
+
+
+def _grouped_sum(x: Array, groups: int) -> Array:
+    """Sum the last axis in `groups` equal parts: [..., D] -> [..., groups]."""
+    return jnp.sum(x.reshape(*x.shape[:-1], groups, -1), axis=-1)
+
+
+def _beside(x: Array, wide: Array) -> Array:
+    """Give x as many axes as `wide` has, new ones of size 1 at the end."""
+    return x.reshape(x.shape + (1,) * (wide.ndim - x.ndim))

@@ -1,0 +1,16 @@
+"""What several topologies declare in the same words: norm counts, mixing matrices."""
+
+import numpy as np
+
+from jaxblock.config import ModelConfig
+
+
+def norm_parameters(config: ModelConfig, norms: int) -> int:
+    """Return the number of parameters of this many norms."""
+    per_feature = 2 if config.norm == "layer_norm" and config.bias else 1
+    return norms * per_feature * config.width
+
+
+def additive_mixing(config: ModelConfig) -> np.ndarray:
+    """Return the mixing matrix of a running sum, [S + 1, S + 1]: every sublayer reads all before it, weight 1."""
+    return np.tri(config.sublayers + 1)

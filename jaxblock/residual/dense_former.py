@@ -1,0 +1,135 @@
+"""DenseFormer: after each block, a learned weighted average of the states of all blocks so far.
+
+X_0 = embedding,  X_i = Block_i(Y_{i-1}),  Y_i = sum_{j <= i} alpha_ij X_j,  Y_0 = X_0       (arXiv 2402.02622)
+
+alpha starts at the identity, which is the plain pre-norm stack. Blocks are counted, not sublayers. What is learned
+is alpha - identity, from zero: one parameter per term that exists, L (L + 3) / 2 of them for dilation 1, period 1.
+(The authors' code decays alpha itself; nothing is decayed here.)
+"""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxblock.config import ModelConfig
+from jaxblock.contracts import check_integer
+from jaxblock.functional.depth_mixing import dense_table, dense_terms, mix_sources
+from jaxblock.functional.residual import pre_norm
+from jaxblock.modules import Norm
+from jaxblock.residual.declarations import additive_mixing, norm_parameters
+from jaxblock.residual.history import History, open_history, read_once
+from jaxblock.residual.place import place
+from jaxblock.residual.topology import Topology
+from jaxblock.types import Array, Branch
+
+
+class DenseStream(NamedTuple):
+    """The state between sublayers, and a history of states, one per block."""
+
+    x_BTD: Array
+    states: History
+
+
+class DenseConnection(nn.Module):
+    """x + f(norm(x))."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, stream: DenseStream, f: Branch) -> DenseStream:
+        """Return the stream after the sublayer; the history is not touched."""
+        norm = Norm(self.config, name="norm")
+        return stream._replace(x_BTD=pre_norm(stream.x_BTD, f, norm))
+
+
+class DenseWeights(nn.Module):
+    """alpha, made once for the whole stack."""
+
+    config: ModelConfig
+    dilation: int
+    period: int
+
+    @nn.compact
+    def __call__(self) -> Array:
+        """Return the table alpha, float32 [L + 1, L + 1]; row i is what block i + 1 reads."""
+        terms = dense_terms(self.config.depth, dilation=self.dilation, period=self.period)
+        dtype = jnp.dtype(self.config.param_dtype)
+        weight = self.param("weight", nn.initializers.zeros, (int(terms.sum()),), dtype)
+        return jnp.eye(len(terms), dtype=jnp.float32) + dense_table(weight, terms)
+
+
+class DepthAverage(nn.Module):
+    """y = sum_j alpha_ij x_j after every `period`-th block; x itself after the others."""
+
+    config: ModelConfig
+    period: int
+
+    @nn.compact
+    def __call__(self, stream: DenseStream) -> DenseStream:
+        """Return the stream that the next block reads."""
+        here = place(self)
+        states = stream.states.push(stream.x_BTD)
+        weights = jax.lax.dynamic_index_in_dim(here.shared, here.block + 1, keepdims=False)
+
+        def average(x: Array, states: History, weights: Array) -> Array:
+            sources = states.sources()
+            return mix_sources(sources, weights[sources.index])
+
+        def skip(x: Array, states: History, weights: Array) -> Array:
+            return x
+
+        def read(x: Array, states: History, weights: Array) -> Array:
+            if self.period == 1:
+                return average(x, states, weights)
+            return jax.lax.cond((here.block + 1) % self.period == 0, average, skip, x, states, weights)
+
+        return DenseStream(read_once(read, stream.x_BTD, states, weights), states)
+
+
+class LastState(nn.Module):
+    """x, without its history."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, stream: DenseStream, shared: Array) -> Array:
+        """Return what the final norm reads."""
+        return stream.x_BTD
+
+
+def dense_former(dilation: int = 1, period: int = 1) -> Topology:
+    """Return DenseFormer; the paper's "4x5" is dilation 4, period 5.
+
+    Args:
+      dilation: only states j = i modulo `dilation` are averaged after block i.
+      period: only after every `period`-th block. With period = dilation whole residue classes are never read;
+        the authors use dilation + 1.
+    """
+    check_integer("residual: dilation", dilation, least=1)
+    check_integer("residual: period", period, least=1)
+
+    def weights(config: ModelConfig, *, name: str) -> nn.Module:
+        return DenseWeights(config, dilation, period, name=name)
+
+    def average(config: ModelConfig, *, name: str) -> nn.Module:
+        return DepthAverage(config, period, name=name)
+
+    def count(config: ModelConfig) -> int:
+        terms = dense_terms(config.depth, dilation=dilation, period=period)
+        return norm_parameters(config, config.sublayers + 1) + int(terms.sum())
+
+    return Topology(
+        DenseConnection,
+        "x + f(norm(x)); after block i: x = sum_j alpha_ij x_j",
+        "arXiv 2402.02622",
+        open=lambda config, x: DenseStream(x, open_history(x, config.depth + 1)),
+        shared=weights,
+        after_block=average,
+        close=LastState,
+        parameters=count,
+        reduces_to="pre_norm",
+        mixing=additive_mixing,
+        zero_branch=lambda config, x: x,
+    )
