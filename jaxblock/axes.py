@@ -5,6 +5,7 @@ one row, or the model is refused. Modules know axis names and no mesh: `constrai
 """
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -89,6 +90,28 @@ def path_name(path: tuple) -> str:
 def roles(params: Params) -> Params:
     """Return a tree of the same structure that holds each parameter's role."""
     return jax.tree_util.tree_map_with_path(lambda path, _: parameter_rule(path_name(path)).role, params)
+
+
+def labelled(params: Params, labels: Sequence[Label]) -> Params:
+    """Return a tree of the same structure that holds each parameter's label; None where it has none.
+
+    Raises:
+      ValueError: two labels match one parameter, or a label matches none.
+    """
+    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    for label in labels:
+        if not any(re.fullmatch(label.pattern, name) for name in names):
+            raise ValueError(
+                f"label {label.pattern!r} matches no parameter; the parameters: {', '.join(names)}"
+            )
+
+    def find(path: tuple, _: Array) -> Label | None:
+        found = [label for label in labels if re.fullmatch(label.pattern, path_name(path))]
+        if len(found) > 1:
+            raise ValueError(f"parameter {path_name(path)!r} has {len(found)} labels; it may have one")
+        return found[0] if found else None
+
+    return jax.tree_util.tree_map_with_path(find, params)
 
 
 def constrain(x: Array, *names: str | None) -> Array:

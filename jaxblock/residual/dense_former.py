@@ -131,5 +131,4 @@ def dense_former(dilation: int = 1, period: int = 1) -> Topology:
         parameters=count,
         reduces_to="pre_norm",
         mixing=additive_mixing,
-        zero_branch=lambda config, x: x,
     )

@@ -96,7 +96,6 @@ def pre_norm() -> Topology:
         parameters=_norms(1, final=True),
         reduces_to="pre_norm",
         mixing=additive_mixing,
-        zero_branch=lambda config, x: x,
     )
 
 
@@ -128,7 +127,6 @@ def peri_norm() -> Topology:
         "arXiv 2502.02732",
         parameters=_norms(2, final=True),
         mixing=additive_mixing,
-        zero_branch=lambda config, x: x,
     )
 
 
@@ -140,7 +138,6 @@ def branch_norm() -> Topology:
         "arXiv 2501.00656",
         parameters=_norms(1, final=True),
         mixing=additive_mixing,
-        zero_branch=lambda config, x: x,
     )
 
 

@@ -103,7 +103,8 @@ class Topology:
     mixing: Callable[[ModelConfig], np.ndarray] | None = None
     """Declared: the depth-mixing matrix at its initial values, [S + 1, S + 1]: row l - 1 is what sublayer l reads
     as a sum over sources (0 = embedding, i = branch output i), the last row what is closed; norms taken as 1."""
-    zero_branch: Callable[[ModelConfig, Array], Array] | None = None
-    """Declared: (config, embedding) -> the closed stream, at initial values, when every branch returns 0."""
+    zero_branch: Callable[[ModelConfig, Array], Array] = open_array
+    """Declared: (config, embedding) -> the closed stream, at initial values, when every branch returns 0; left
+    out, the embedding itself."""
     no_gradient: tuple[NoGradient, ...] = ()
     """Declared: which of its parameters legitimately never get a gradient, and why."""

@@ -47,7 +47,11 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
         folder.start_metrics(config, corpus, after=done)
         with Progress(steps=config.run.steps, done=done) as progress:
             baseline = trigram_baseline(corpus.train, corpus.validation, config.model.vocab_size)
-            for line in (corpus.source, *corpus.notes, *decay_table(state.params).split("\n")):
+            for line in (
+                corpus.source,
+                *corpus.notes,
+                *decay_table(state.params, prepared.model.connections.labels).split("\n"),
+            ):
                 progress.say(line)
             progress.say(
                 f"{parameters:,} parameters; to beat: a trigram model, {baseline.loss:.4f} nats per token"

@@ -1,13 +1,15 @@
 """AdamW with a schedule, a clip and a decay mask by role (arXiv 1711.05101)."""
 
+import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxblock import axes
+from jaxblock.axes import Label
 from jaxblock.training.config import OptimizerConfig
 from jaxblock.types import Array, Params
 
@@ -39,16 +41,29 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> Schedule:
     return schedule
 
 
-def decay_mask(params: Params) -> Params:
-    """Return a tree of booleans: True where weight decay applies."""
-    return jax.tree.map(lambda role: role in DECAYED_ROLES, axes.roles(params))
+def decay_mask(params: Params, labels: Sequence[Label] = ()) -> Params:
+    """Return a tree of booleans: True where weight decay applies, by role unless a label says otherwise."""
+
+    def decays(role: str, label: Label | None) -> bool:
+        return role in DECAYED_ROLES if label is None or label.decay is None else label.decay
+
+    return jax.tree.map(decays, axes.roles(params), axes.labelled(params, labels))
 
 
-def decay_table(params: Params) -> str:
+def rate_factors(params: Params, labels: Sequence[Label] = ()) -> Params:
+    """Return a tree of floats: each parameter's own factor on the learning rate."""
+    found = axes.labelled(params, labels)
+    return jax.tree.map(lambda _, label: 1.0 if label is None else label.learning_rate, params, found)
+
+
+def decay_table(params: Params, labels: Sequence[Label] = ()) -> str:
     """Return what decays and what does not, by role, with numbers of parameters."""
     counts: Counter[tuple[bool, str]] = Counter()
-    for role, leaf in zip(jax.tree.leaves(axes.roles(params)), jax.tree.leaves(params), strict=True):
-        counts[role in DECAYED_ROLES, role] += leaf.size
+    decayed = jax.tree.leaves(decay_mask(params, labels))
+    for flag, role, leaf in zip(
+        decayed, jax.tree.leaves(axes.roles(params)), jax.tree.leaves(params), strict=True
+    ):
+        counts[flag, role] += leaf.size
 
     def listed(*, decayed: bool) -> str:
         parts = [f"{role} {count:,}" for (flag, role), count in sorted(counts.items()) if flag == decayed]
@@ -57,8 +72,29 @@ def decay_table(params: Params) -> str:
     return f"weight decay on: {listed(decayed=True)}\nno weight decay on: {listed(decayed=False)}"
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Return clip -> Adam -> decay -> learning rate. Updates and moments keep the parameters' dtypes."""
+def make_optimizer(
+    config: OptimizerConfig, steps: int, labels: Sequence[Label] = ()
+) -> optax.GradientTransformation:
+    """Return clip -> Adam -> decay -> learning rate. Updates and moments keep the parameters' dtypes.
+
+    Args:
+      config: the run's optimizer.
+      steps: length of the schedule.
+      labels: what the model wants done differently with some of its parameters.
+    """
+    chain = _make_adamw(config, steps, labels)
+    if all(label.learning_rate == 1.0 for label in labels):
+        return chain
+
+    def scale(updates: Params, params: Params | None) -> Params:
+        return jax.tree.map(
+            lambda u, factor: (u * factor).astype(u.dtype), updates, rate_factors(updates, labels)
+        )
+
+    return optax.chain(chain, optax.stateless(scale))
+
+
+def _make_adamw(config: OptimizerConfig, steps: int, labels: Sequence[Label]) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(config.clip) if config.clip > 0 else optax.identity(),
         optax.adamw(
@@ -67,6 +103,6 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             b2=config.beta2,
             eps=config.epsilon,
             weight_decay=config.weight_decay,
-            mask=decay_mask,
+            mask=functools.partial(decay_mask, labels=labels),
         ),
     )

@@ -12,7 +12,7 @@ import pytest
 from jaxblock import Decoder, ExecutionConfig
 from jaxblock.config import REMAT_POLICIES
 from jaxblock.functional.masks import AttentionPattern
-from jaxblock.models import Block, LayerInputs, init_blocks, run_blocks
+from jaxblock.models import Block, LayerInputs, StackInputs, init_blocks, run_blocks
 from jaxblock.modules import AttentionInputs, Dropout
 from jaxblock.residual import topology
 from tests.small import CONNECTIONS, built, config, tokens
@@ -150,12 +150,11 @@ def test_each_layer_and_each_site_draws_its_own_mask():
             return stream + here[None, :, None] * jnp.stack(masks, -1)[:, None]
 
     layers = LayerInputs(window=jnp.arange(4))
-    stream = run_blocks(
+    stream, _ = run_blocks(
         DropBlock(),
         {"none": jnp.zeros((4, 1))},
         jnp.zeros((64, 4, 2)),
-        None,
-        layers,
+        StackInputs(None, layers),
         dropout_key=jax.random.key(0),
         execution=ExecutionConfig(),
     )
@@ -166,9 +165,10 @@ def test_each_layer_and_each_site_draws_its_own_mask():
 
 def test_layer_starts_as_the_block_alone_would():
     block = Block(config(), ExecutionConfig(), topology("pre_norm"))
-    rest = jnp.zeros((1, 1, 8)), AttentionInputs(AttentionPattern(causal=True)), LayerInputs()
-    stacked = jax.jit(lambda key: init_blocks(block, key, *rest, depth=3))(jax.random.key(9))
-    alone = jax.jit(lambda key: block.init(key, *rest)["params"])
+    stream, attention = jnp.zeros((1, 1, 8)), AttentionInputs(AttentionPattern(causal=True))
+    inputs = StackInputs(attention, LayerInputs())
+    stacked = jax.jit(lambda key: init_blocks(block, key, stream, inputs, depth=3))(jax.random.key(9))
+    alone = jax.jit(lambda key: block.init(key, stream, attention, LayerInputs())["params"])
     for i, key in enumerate(jax.random.split(jax.random.key(9), 3)):
         # Equal, so the spread has not met the depth axis: a fan-in of 3 * 8 would show.
         chex.assert_trees_all_close(jax.tree.map(lambda x, i=i: x[i], stacked), alone(key), rtol=1e-6)
