@@ -77,6 +77,11 @@ def abstract_state(run: TrainConfig) -> tuple[Decoder, Any]:
 class Bigram:
     """logits = E[x] K: a model whose gradient can be written down. E is a table, K a head's kernel."""
 
+    labels = ()
+
+    def project(self, params):
+        return params
+
     def apply(self, variables, tokens_BT, *, segments_BT, rngs):
         params = variables["params"]
         return params["embedding"]["table"][tokens_BT] @ params["head"]["kernel"]

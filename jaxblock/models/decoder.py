@@ -102,6 +102,11 @@ class Decoder(nn.Module):
         """The residual topology of the stack."""
         return topology(self.config.residual) if self.topology is None else self.topology
 
+    @property
+    def labels(self) -> tuple[axes.Label, ...]:
+        """What an optimizer should do differently with some of the parameters."""
+        return self.connections.labels
+
     def project(self, params: Params) -> Params:
         """Return the parameters as the topology wants them after an optimizer step; most want nothing."""
         project = self.connections.project

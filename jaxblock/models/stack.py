@@ -45,7 +45,7 @@ def init_blocks(block: nn.Module, key: Array, stream: Stream, inputs: StackInput
         variables = {PLACE: _place(layer, inputs.shared)}
         rngs = {"params": key}
         _, made = block.apply(variables, stream, inputs.attention, layer, rngs=rngs, mutable=["params"])
-        return made["params"]
+        return made.get("params", {})
 
     return jax.vmap(init)(jax.random.split(key, depth), inputs.layers)
 

@@ -42,7 +42,7 @@ def replicate(params: Params, mesh: Mesh) -> Params:
 def rows_per_device(batch: Any, devices: int) -> int:
     """Return B / devices for a batch, a pytree of arrays [B, ...].
 
-    Raises ValueError, naming both numbers, where the rows are none, or as many as no multiple of the devices.
+    Raises ValueError, naming both numbers, where B is 0 or not a multiple of the devices.
     """
     counts = {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree.leaves(batch)}
     if len(counts) != 1 or None in counts:

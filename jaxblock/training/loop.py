@@ -50,7 +50,7 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
             for line in (
                 corpus.source,
                 *corpus.notes,
-                *decay_table(state.params, prepared.model.connections.labels).split("\n"),
+                *decay_table(state.params, prepared.model.labels).split("\n"),
             ):
                 progress.say(line)
             progress.say(

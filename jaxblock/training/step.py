@@ -53,7 +53,7 @@ def init_state(model: Decoder, config: TrainConfig, key: Array) -> TrainState:
     """Return the state before the first step; jit it, so that nothing is computed but the initial values."""
     tokens_BT = jnp.zeros((1, 1), jnp.int32)
     params = model.init(key, tokens_BT)["params"]
-    moments = make_optimizer(config.optimizer, config.run.steps, model.connections.labels).init(params)
+    moments = make_optimizer(config.optimizer, config.run.steps, model.labels).init(params)
     return TrainState(jnp.zeros((), jnp.int32), params, moments, jnp.ones((), bool))
 
 
@@ -72,7 +72,7 @@ def make_step(model: Decoder, config: TrainConfig) -> Step:
 
     `key` is the run's: each step folds its number in, so no two steps drop the same entries.
     """
-    optimizer = make_optimizer(config.optimizer, config.run.steps, model.connections.labels)
+    optimizer = make_optimizer(config.optimizer, config.run.steps, model.labels)
     schedule = learning_rate_schedule(config.optimizer, config.run.steps)
     options = loss_options(config)
 
