@@ -71,9 +71,9 @@ class Decoder(nn.Module):
         x_BTD = axes.constrain(x_BTD, *STREAM_AXES)
 
         shared = None if connections.shared is None else connections.shared(config, name="shared")()
-        inputs = StackInputs(
-            self._attention_inputs(valid_BT, segments_BT, positions_BT), layer_inputs(config), shared
-        )
+        groups = None if connections.groups is None else connections.groups(config)
+        attention = self._attention_inputs(valid_BT, segments_BT, positions_BT)
+        inputs = StackInputs(attention, layer_inputs(config), shared, groups)
         block = Block(config, self.execution, connections, parent=None)
         params = self.param("blocks", self._init_blocks, block, shared)
         dropout_key = self.make_rng("dropout") if self.has_rng("dropout") else None

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from jaxblock.config import ExecutionConfig
 from jaxblock.models.block import LayerInputs
-from jaxblock.models.write_once import holds_history, scan_plain, scan_write_once
+from jaxblock.models.write_once import Step, holds_history, scan_group, scan_plain, scan_write_once
 from jaxblock.modules import AttentionInputs
 from jaxblock.residual.place import COLLECTION as PLACE
+from jaxblock.residual.topology import Groups
 from jaxblock.types import Array, Params, Stream
 
 _POLICIES: Mapping[str, Callable | None] = {
@@ -33,6 +35,8 @@ class StackInputs(NamedTuple):
     """Per-layer constants, every leaf [L]."""
     shared: Params = None
     """Parameters that belong to no layer; closed over, never carried."""
+    groups: Groups | None = None
+    """How blocks are grouped; None = each may add to a history."""
 
 
 def init_blocks(block: nn.Module, key: Array, stream: Stream, inputs: StackInputs, *, depth: int) -> Params:
@@ -79,20 +83,55 @@ def run_blocks(
     keys = None if dropout_key is None else jax.random.split(dropout_key, depth)
 
     def step(stream: Stream, scanned: tuple, closed: tuple) -> tuple[Stream, dict[str, Any]]:
-        (layer_params, layer, key), (attention, shared) = scanned, closed
-        variables = {"params": layer_params, PLACE: _place(layer, shared)}
+        (layer_params, layer, key, ahead), (attention, shared) = scanned, closed
+        variables = {"params": layer_params, PLACE: _place(layer, shared, ahead)}
         rngs = {} if key is None else {"dropout": key}
         return block.apply(variables, stream, attention, layer, rngs=rngs, mutable=list(collect))
 
     if execution.remat != "none":
         # A loop that stays a loop keeps forward and backward apart; only straight-line code could be merged again.
         step = jax.checkpoint(step, policy=_POLICIES[execution.remat], prevent_cse=unroll == depth)
-    scan = scan_write_once if execution.history == "reverse" and holds_history(stream) else scan_plain
-    scanned, closed = (params, inputs.layers, keys), (inputs.attention, inputs.shared)
-    return scan(step, stream, scanned, closed, unroll=unroll)
+    write_once = execution.history == "reverse" and holds_history(stream)
+    # Op by op, for debugging, every step's derivative is a new object that no scan can stack.
+    scan = scan_write_once if write_once and not jax.config.jax_disable_jit else scan_plain
+    scanned, closed = (params, inputs.layers, keys, None), (inputs.attention, inputs.shared)
+    if inputs.groups is None:
+        return scan(step, stream, scanned, closed, unroll=unroll)
+    return _run_groups(scan, step, stream, scanned, closed, groups=inputs.groups, unroll=unroll)
 
 
-def _place(layer: LayerInputs, shared: Params) -> dict[str, Any]:
+def _run_groups(
+    scan: Callable,
+    step: Step,
+    stream: Stream,
+    scanned: tuple,
+    closed: tuple,
+    *,
+    groups: Groups,
+    unroll: int,
+) -> tuple[Stream, dict[str, Any]]:
+    """Run whole groups by a scan of scans, then the ragged rest as one more group."""
+    depth = jax.tree.leaves(scanned)[0].shape[0]
+    whole = depth // groups.blocks * groups.blocks
+
+    def run_group(stream: Stream, scanned: tuple, closed: tuple) -> tuple[Stream, dict[str, Any]]:
+        params, layers, keys, _ = scanned
+        told = (params, layers, keys, groups.before(stream, params))
+        size = jax.tree.leaves(params)[0].shape[0]
+        stream, outputs = scan_group(step, stream, told, closed, unroll=min(unroll, size))
+        return groups.after(stream), outputs
+
+    collected = []
+    for first, last, size in ((0, whole, groups.blocks), (whole, depth, depth - whole)):
+        if first == last:
+            continue
+        part = jax.tree.map(lambda x, a=first, b=last, n=size: x[a:b].reshape(-1, n, *x.shape[1:]), scanned)
+        stream, outputs = scan(run_group, stream, part, closed, unroll=max(1, unroll // size))
+        collected.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs))
+    return stream, jax.tree.map(lambda *parts: jnp.concatenate(parts), *collected)
+
+
+def _place(layer: LayerInputs, shared: Params, ahead: Any = None) -> dict[str, Any]:
     """Return the collection that `residual.place` reads."""
-    place = {"block": layer.block, "sublayer": layer.sublayer, "shared": shared}
+    place = {"block": layer.block, "sublayer": layer.sublayer, "shared": shared, "ahead": ahead}
     return {name: value for name, value in place.items() if value is not None}

@@ -45,6 +45,29 @@ def scan_plain(
     return jax.lax.scan(body, stream, scanned, unroll=unroll)
 
 
+def scan_group(
+    step: Step, stream: Stream, scanned: Tree, closed: Tree, *, unroll: int
+) -> tuple[Stream, Tree]:
+    """Run a scan over blocks that leave every history as it is: histories are its constants, not its carry.
+
+    Raises:
+      ValueError: a block pushed to a history.
+    """
+    form = _Form.of(stream)
+    start = form.split(stream)
+
+    def body(state: tuple, scanned: Tree) -> tuple[tuple, Tree]:
+        floats, others = state
+        after, outputs = step(form.join(start._replace(floats=floats, others=others)), scanned, closed)
+        if any(isinstance(node, History) and node.recent for node in _nodes(after)[0]):
+            raise ValueError("a topology with groups pushed to its history inside one; push in Groups.after")
+        after = form.split(after)
+        return (after.floats, after.others), outputs
+
+    (floats, others), outputs = jax.lax.scan(body, (start.floats, start.others), scanned, unroll=unroll)
+    return form.join(start._replace(floats=floats, others=others)), outputs
+
+
 def scan_write_once(
     step: Step, stream: Stream, scanned: Tree, closed: Tree, *, unroll: int
 ) -> tuple[Stream, Tree]:

@@ -16,7 +16,7 @@ DATA = "data"
 """Name of the mesh axis over which the rows of a batch are split."""
 
 
-def data_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+def data_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """Return a mesh of the devices (left out: all of them) along "data".
 
     Its axis is `Auto`: the compiler propagates shardings, and functions need to know of none.
@@ -44,11 +44,11 @@ def rows_per_device(batch: Any, devices: int) -> int:
 
     Raises ValueError, naming both numbers, where B is 0 or not a multiple of the devices.
     """
-    counts = {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree.leaves(batch)}
-    if len(counts) != 1 or None in counts:
+    counts = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
+    if len(counts) != 1 or () in counts:
         shapes = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(batch)) or "none"
         raise ValueError(f"the batch has arrays of shapes {shapes}; all must have the same number of rows")
-    rows = counts.pop()
+    (rows,) = counts.pop()
     if rows == 0 or rows % devices:
         raise ValueError(
             f"the batch has {rows} rows and there are {devices} devices; the rows must be a multiple of the "

@@ -1,6 +1,6 @@
 """Where in the stack a connection stands, for rules that need to know: its block, its sublayer, what is shared."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 
@@ -37,3 +37,11 @@ def place(module: nn.Module) -> Place:
     if module.path and module.path[0].startswith("feed_forward"):
         sublayer = sublayer + 1
     return Place(block, sublayer, root.get_variable(COLLECTION, "shared", None))
+
+
+def told_ahead(module: nn.Module) -> Any:
+    """Return what `Groups.before` made for this connection's sublayer; None where there is nothing."""
+    scope = module.scope
+    if scope is None or not scope.root.has_variable(COLLECTION, "ahead"):
+        return None
+    return scope.root.get_variable(COLLECTION, "ahead")[module.path[0]]

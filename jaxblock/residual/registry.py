@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 
 from jaxblock.config import check_options, parse_choice
 from jaxblock.contracts import check_choice
-from jaxblock.residual.attention_residual import attention_residual, block_attention_residual
+from jaxblock.residual.attention_residual import attention_residual
+from jaxblock.residual.block_attention_residual import block_attention_residual
 from jaxblock.residual.dense_former import dense_former
 from jaxblock.residual.placements import branch_norm, none, peri_norm, post_norm, pre_norm
 from jaxblock.residual.topology import Topology

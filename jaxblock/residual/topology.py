@@ -30,6 +30,8 @@ The rest of the record has defaults that say "nothing":
   depth. Say which history it is: of sublayer outputs, or of states.
 - `shared` makes parameters once for the whole stack. They, and the numbers of block and sublayer, are read
   inside a connection with `place(self)`. `after_block`, a module `(stream) -> stream`, runs between blocks.
+- `groups` is for topologies whose history grows only every few blocks: a nested scan, and a place to compute
+  for all blocks of a group at once what they read of it.
 - A start that depends on the layer is a constant plus a parameter that starts at zero, because all layers of a
   stack are initialised by one function.
 
@@ -39,7 +41,7 @@ What it declares is tested by running it: see `tests/residual/battery.py`, which
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import numpy as np
@@ -47,6 +49,18 @@ import numpy as np
 from jaxblock.axes import Label
 from jaxblock.config import ModelConfig
 from jaxblock.types import Array, Params, Stream
+
+
+class Groups(NamedTuple):
+    """Runs of blocks within which no history grows: a nested scan, the history a constant of the inner one."""
+
+    blocks: int
+    """Blocks in a group; the last group of a stack may have fewer."""
+    before: Callable[[Stream, Params], Any]
+    """(stream, the group's block parameters, stacked) -> what each block's connections are told ahead, by name of
+    connection and with a leading axis of blocks (`told_ahead`); None = nothing."""
+    after: Callable[[Stream], Stream]
+    """What happens to the stream after a group: here, and only here, a history grows."""
 
 
 class NoGradient(NamedTuple):
@@ -86,6 +100,8 @@ class Topology:
     """(config, embedding [B, T, D] in the stream's dtype) -> the stream before the first block."""
     after_block: Callable[..., nn.Module] | None = None
     """(config, name=...) -> a module `(stream) -> stream` that runs after each block."""
+    groups: Callable[[ModelConfig], Groups | None] | None = None
+    """config -> how blocks are grouped; None where every block may add to a history."""
     shared: Callable[..., nn.Module] | None = None
     """(config, name=...) -> a module `() -> arrays`: parameters made once for the whole stack."""
     close: Callable[..., nn.Module] | None = None

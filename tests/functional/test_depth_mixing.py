@@ -169,33 +169,46 @@ def test_window_keeps_the_newest_and_the_embedding(window):
 
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("present", [True, False])
-def test_i39_two_phases_equal_one_softmax(heads, present):
-    """Values and gradients; with no partial sum the second phase gives the first's result."""
+@pytest.mark.parametrize("normed", [True, False])
+def test_i39_two_phases_equal_one_softmax(heads, present, normed):
+    """Values and gradients, two readers at once; with no partial sum the second phase gives the first's result."""
     finished, partial = sources_of(5, 3), draw(B, T, D, seed=20)
+    queries, scales = draw(2, D, seed=9), draw(2, D, seed=10) if normed else None
 
-    def naive(rows, partial):
+    def score(sources, reader):
+        scale = None if scales is None else scales[reader]
+        return content_scores(sources, queries[reader], scale, heads=heads, epsilon=1e-6)
+
+    def naive(rows, partial, reader):
         sources = Sources(
             (rows, partial[None]),
             jnp.append(finished.present, jnp.asarray(present)),
             jnp.append(finished.index, 3),
         )
-        return read(sources, heads)
+        return mix_sources(sources, depth_weights(score(sources, reader), sources.present, "softmax"))
 
-    def two_phase(rows, partial):
+    def two_phase(rows, partial, reader):
         sources = finished._replace(chunks=(rows,))
-        score = scores_of(Sources((partial[None],), jnp.ones(1, bool), jnp.zeros(1, jnp.int32)), heads)[0]
-        phase_one = read_finished(sources, scores_of(sources, heads))
-        return read_partial(phase_one, partial, score, jnp.asarray(present))
+        parts = read_finished(sources, queries, scales, heads=heads, epsilon=1e-6)
+        one = Sources((partial[None],), jnp.ones(1, bool), jnp.zeros(1, jnp.int32))
+        part = jax.tree.map(lambda x: x[reader], parts)
+        return read_partial(part, partial, score(one, reader)[0], jnp.asarray(present))
 
     rows = finished.chunks[0]
-    np.testing.assert_allclose(two_phase(rows, partial), naive(rows, partial), rtol=1e-5, atol=1e-6)
-    gradients = [
-        jax.grad(lambda rows, partial, f=f: jnp.sum(jnp.sin(f(rows, partial))), (0, 1))(rows, partial)
-        for f in (two_phase, naive)
-    ]
-    for got, want in zip(*gradients, strict=True):
-        assert np.isfinite(np.asarray(got)).all()
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    values = {}
+    for reader in (0, 1):
+        values[reader] = naive(rows, partial, reader)
+        np.testing.assert_allclose(two_phase(rows, partial, reader), values[reader], rtol=1e-5, atol=1e-6)
+        gradients = [
+            jax.grad(lambda rows, partial, f=f, r=reader: jnp.sum(jnp.sin(f(rows, partial, r))), (0, 1))(
+                rows, partial
+            )
+            for f in (two_phase, naive)
+        ]
+        for got, want in zip(*gradients, strict=True):
+            assert np.isfinite(np.asarray(got)).all()
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    assert not np.allclose(values[0], values[1], atol=1e-2)
 
 
 def test_i41_keys_of_places_do_not_look_at_contents():
@@ -221,7 +234,7 @@ def test_bad_input_is_refused():
     sources = sources_of(3, 3)
     with pytest.raises(AssertionError):
         mix_sources(sources, jnp.ones(4))
-    with pytest.raises(ValueError, match="score is 'softmx'.*did you mean 'softmax'"):
+    with pytest.raises(ValueError, match=r"score is 'softmx'.*did you mean 'softmax'"):
         depth_weights(jnp.ones(3), sources.present, "softmx")
     with pytest.raises(AssertionError):
         content_scores(sources, jnp.ones(D + 1), None, heads=1, epsilon=1e-6)

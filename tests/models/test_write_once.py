@@ -168,6 +168,15 @@ def test_reverse_refuses_forward_mode():
         jax.jvp(functools.partial(loss, Decoder(model_config), params), (1.0,), (1.0,))
 
 
+def test_a_model_runs_op_by_op_for_debugging():
+    model_config = config(**PLAIN, residual="attention_residual", depth=2)
+    model, params = built(model_config)
+    want = jax.jit(jax.grad(functools.partial(loss, model)))(params)
+    with jax.disable_jit():
+        got = jax.grad(functools.partial(loss, model))(params)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)
+
+
 def test_intermediates_are_collected_and_differentiated_through_both_derivatives():
     def size_of_reads(model, params):
         _, made = model.apply({"params": params}, tokens(), mutable=["intermediates"])

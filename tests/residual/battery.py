@@ -88,7 +88,8 @@ class GivenModel(nn.Module):
         config, topology = self.config, self.topology
         shared = None if topology.shared is None else topology.shared(config, name="shared")()
         block = GivenBranches(config, topology, self.branch, parent=None)
-        inputs = StackInputs(given, layer_inputs(config), shared)
+        groups = None if topology.groups is None else topology.groups(config)
+        inputs = StackInputs(given, layer_inputs(config), shared, groups)
         stream = topology.open(config, x)
         params = self.param("blocks", lambda key: init_blocks(block, key, stream, inputs, depth=config.depth))
         stream, collected = run_blocks(
