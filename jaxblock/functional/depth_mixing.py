@@ -123,16 +123,43 @@ class FinishedPart(NamedTuple):
     """Phase 1 of a two-phase read: what a query gets from finished sources alone."""
 
     value: Array
-    """Their softmax-weighted mean, float32 [..., B, T, D]."""
+    """Their softmax-weighted mean, float32 [R, B, T, D], or of one reader [B, T, D]."""
     log_weight: Array
-    """log sum exp of their scores, float32 [..., B, T, H]."""
+    """log sum exp of their scores, float32 [R, B, T, H], or of one reader [B, T, H]."""
 
 
-def read_finished(sources: Sources, scores: Array) -> FinishedPart:
-    """Return phase 1: scores [N, B, T, H] of finished sources to their softmax-mean and log-sum-exp."""
-    exists = _beside(sources.present, scores)
-    value = mix_sources(sources, depth_weights(scores, sources.present, "softmax"))
-    return FinishedPart(value.astype(jnp.float32), jax.nn.logsumexp(scores, axis=0, where=exists))
+def read_finished(
+    sources: Sources, queries_RD: Array, key_scales_RD: Array | None, *, heads: int, epsilon: float
+) -> FinishedPart:
+    """Return phase 1 of R readers at once: the history is read once for all of them, as two matrix products.
+
+    Args:
+      sources: finished sources; one chunk.
+      queries_RD: one static query per reader.
+      key_scales_RD: the scale of each reader's key norm; None = keys are the rows themselves.
+      heads, epsilon: as in `content_scores`.
+
+    Returns:
+      What each reader gets, leading axis R.
+    """
+    (rows_NBTD,) = sources.chunks
+    chex.assert_rank([rows_NBTD, queries_RD], [4, 2])
+    wide = rows_NBTD.astype(jnp.float32)
+    queries = queries_RD.astype(jnp.float32)
+    size = jnp.ones(())
+    if key_scales_RD is not None:
+        queries = queries * key_scales_RD.astype(jnp.float32)
+        size = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1) + epsilon)[None, ..., None]
+    grouped = wide.reshape(*wide.shape[:-1], heads, -1)
+    precision = jax.lax.Precision.HIGHEST
+    scores_RNBTH = size * jnp.einsum(
+        "nbthk,rhk->rnbth", grouped, queries.reshape(len(queries), heads, -1), precision=precision
+    )
+    exists = _beside(sources.present, grouped[..., 0])[None]
+    weights_RNBTH = jax.nn.softmax(scores_RNBTH, axis=1, where=exists)
+    value = jnp.einsum("rnbth,nbthk->rbthk", weights_RNBTH, grouped, precision=precision)
+    log_weight = jax.nn.logsumexp(scores_RNBTH, axis=1, where=exists)
+    return FinishedPart(value.reshape(-1, *wide.shape[1:]), log_weight)
 
 
 def read_partial(finished: FinishedPart, partial_BTD: Array, score_BTH: Array, present: Array) -> Array:

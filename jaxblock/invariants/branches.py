@@ -27,7 +27,8 @@ class ZeroBranchReport(NamedTuple):
     """The closed stream without branches against what the topology declares."""
 
     equal: Array
-    """bool: the same in every bit."""
+    """bool: the same in every bit; to be asked of rules that give the embedding itself. Where something is computed
+    (the norms of post_norm), two places of a compiled program may round it differently: there the error says it."""
     error: Array
     """float32: max |closed - declared|."""
 
@@ -94,10 +95,7 @@ def probe_zero_branches(model: Decoder, params: Params, tokens_BT: Array) -> Zer
     x_BTD = collected["embedding"]["__call__"][0]
     if "positions" in collected:
         x_BTD = x_BTD + collected["positions"]["__call__"][0]
-    # Compare values that exist: a fusion may compute them once more, and round otherwise.
-    want_BTD, got_BTD = jax.lax.optimization_barrier(
-        (topology.zero_branch(model.config, x_BTD), collected["resid_final"])
-    )
+    want_BTD, got_BTD = topology.zero_branch(model.config, x_BTD), collected["resid_final"]
     error = jnp.max(jnp.abs(got_BTD.astype(jnp.float32) - want_BTD.astype(jnp.float32)))
     return ZeroBranchReport(jnp.all(got_BTD == want_BTD), error)
 

@@ -7,7 +7,7 @@ import numpy as np
 
 _SCALE = 16.0
 """Factor on x: a power of two, so that scaling is exact; large, so that a branch that reads x itself notices."""
-_GAINS_K = _SCALE ** np.arange(-3, 6)
+_GAINS_K = _SCALE ** np.arange(-3, 8)
 """Factors on a branch, from far below to far above any stream; the same ratio, so that 16 g is on the ladder too."""
 _ONE = 3
 """Place of the gain 1 on the ladder."""
@@ -20,12 +20,10 @@ class View(NamedTuple):
 
     constant: float
     """How far E(G, x) is from the same vector for every token."""
-    still: float
-    """|E(G, x) - E(0, x)| against |E(0, x)|: 0 = the gain moves nothing."""
     linear: float
     """E(G, x) - E(0, x) against 16 times the same at G / 16."""
     bounded: float
-    """E(G, x) against E(G / 16, x)."""
+    """E(G, x) against E(G / 16, x); 0 together with `linear`: the gain moves nothing."""
     flat_from_1: float
     """E(1, x) against E(G, x): 0 = the gain, once it is at all felt, changes nothing."""
     flat_from_16: float
@@ -124,7 +122,6 @@ def _view(answers: _Answers, zero: np.ndarray, zero_scaled: np.ndarray, x_BTD: n
     k = _comparable_gain(plain, zero, x_BTD)
     return View(
         constant=_ratio(_spread(plain[-1]), plain[-1]),
-        still=_ratio(update, zero),
         linear=_ratio(update - _SCALE * before, update),
         bounded=_ratio(plain[-1] - plain[-2], update),
         flat_from_1=_ratio(plain[-1] - plain[_ONE], update),

@@ -107,8 +107,8 @@ def telescope(collected: Any) -> TelescopeReport:
 
     u_s is the branch's output cast to the stream's dtype, as the combinator casts it. The identity holds for rules
     of the form x + f(...) (`ADDITIVE_RULES`) and for no other: norm(x + f(x)) misses by O(1), and where a norm or a
-    scale stands behind the branch the branch's output is not the update. Run it op by op, or in float32: a compiler
-    may keep bfloat16 sums in excess precision, and fuse a product into the sum.
+    scale stands behind the branch the branch's output is not the update. On a device whose compiler fuses a product
+    into the sum, or keeps bfloat16 sums in excess precision, collect first and check the arrays afterwards.
 
     Args:
       collected: the collection "intermediates" of a `Decoder`, leaves [L, B, T, D].
@@ -121,8 +121,6 @@ def telescope(collected: Any) -> TelescopeReport:
             "the stream was not collected: telescoping is about a stream that is one [B, T, D] array, "
             "and this topology's is not"
         )
-    # Compare values that exist: a fusion may compute them once more, and round otherwise.
-    collected = jax.lax.optimization_barrier(collected)
     opened_BTD, closed_BTD = collected["blocks"]["resid_pre"][0], collected["resid_final"]
     streams_SBTD = _streams(collected)
     updates_SBTD = _per_sublayer(collected, "out", lambda u: u).astype(opened_BTD.dtype)

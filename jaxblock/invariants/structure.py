@@ -4,8 +4,8 @@ The block is called with gains on its two branches and with its input scaled; no
 or its code. What it answers is compared with what the blocks of `wirings` answer to the same calls.
 
 zero branches    x -> x: identity path;  a function of x / |x|: a norm on the path;  no function of x: no skip
-gain             update proportional to the gain: nothing normalizes it;  bounded: a norm behind the branch,
-                 and one behind the sum where the skip is forgotten at large gain
+gain             update proportional to the gain: nothing normalizes it;  bounded: a norm behind the branch, or
+                 behind the sum where the skip is forgotten at large gain
 scale of x       update unchanged by x -> 16 x: the branch reads a normalized stream
 """
 
@@ -34,8 +34,8 @@ class BlockStructure(NamedTuple):
     order: str
     """serial, parallel (both branches read the same stream), or unknown."""
     candidates: tuple[Hypothesis, ...]
-    """Every hypothesis that answers as the block does. Beside the one that gave the name stand those that compute
-    the same function for some branch: after a norm, for instance, post_norm and a second norm differ by no value."""
+    """Every hypothesis that answers as the block does: the one that gave the name, and those that compute the same
+    function for some branch."""
     measures: BlockMeasures
     """What was measured: relative errors of the laws, 0 = the law holds."""
 
@@ -43,14 +43,18 @@ class BlockStructure(NamedTuple):
 def describe_block(
     apply: Callable[[Array, Array, Array], Array], x_BTD: np.ndarray | Array
 ) -> BlockStructure:
-    """Name the wiring of a block by calling it, about 45 times: pass a jitted function.
+    """Name the wiring of a block by calling it, 50 times: pass a jitted function.
 
-    What it needs, and says "unknown" or "... or ..." without: float32 arithmetic; an attention branch that is not
-    positively homogeneous (softmax over two or more tokens is not); norms' epsilon well below 1, branches not much
-    smaller than 1e-4 of their input. Scales of norms may be anything. A bias of a norm behind a branch (peri_norm,
-    branch_norm) shifts the stream by an unknown amount before the feed-forward: what that one reads is then left
-    open. After a post-norm attention, a feed-forward with a norm before it as well as after the sum is the same
-    function as one without, and is named post_norm.
+    What it needs, and says "unknown" without: float32 arithmetic; an attention branch that is not positively
+    homogeneous (softmax over two or more tokens is not); norms with an epsilon well below 1; branches that at gain 1
+    return between 1e-2 and 50 times the stream's size (else pass an `apply` that multiplies the gains). Scales and
+    biases of norms may be anything.
+
+    What no behaviour can tell, it settles for one wiring of both sublayers where there is one, and lists the rest in
+    `candidates`: after a norm on the path a further norm before the branch changes nothing that another branch could
+    not; behind a norm, a ReLU branch without biases hides a norm before it; and with a bias of a norm behind the
+    attention branch (peri_norm, branch_norm) the feed-forward reads a stream shifted by an unknown vector, so that
+    its own scale law is not asked.
 
     Args:
       apply: (x [B, T, D], attention gain, feed-forward gain) -> x [B, T, D]; float32 scalars that multiply what each
@@ -65,6 +69,8 @@ def describe_block(
         raise ValueError(
             f"x_BTD has shape {x_BTD.shape}; it must be [B, T, D] with B T >= 4, T >= 2 and D >= 8"
         )
+    if not np.isfinite(x_BTD).all() or not x_BTD.any():
+        raise ValueError("x_BTD must be finite and not all 0: pass random numbers")
 
     def respond(x_NBTD: np.ndarray, attention_N: np.ndarray, feed_forward_N: np.ndarray) -> np.ndarray:
         calls = zip(x_NBTD, attention_N, feed_forward_N, strict=True)
@@ -149,20 +155,17 @@ def _signature(measures: BlockMeasures) -> tuple:
             _gain_laws(view, flat=view.flat_from_1, sign=sign)
             for view, sign in zip(views, (odd, True), strict=True)
         ]
-        scale = [
-            (_law(view.output_scale), _law(view.traded_scale) if law[2] is True else None)
-            for view, law in zip(views, laws, strict=True)
-        ]
+        scale = [(_law(view.output_scale), _law(view.traded_scale)) for view in views]
         return ("norm", _law(measures.parallel), *laws[0], *scale[0], *laws[1], *scale[1])
     return ("something else",)
 
 
 def _gain_laws(view: View, *, flat: float, sign: bool) -> tuple:
-    """Return (still, linear, bounded, and for a bounded one: flat, forgets the skip)."""
+    """Return (linear, bounded, and for a bounded one: flat, forgets the skip)."""
     bounded = _law(view.bounded)
     if bounded is not True:
-        return _law(view.still), _law(view.linear), bounded, None, None
-    return _law(view.still), _law(view.linear), bounded, _law(flat), _law(view.skipless) if sign else None
+        return _law(view.linear), bounded, None, None
+    return _law(view.linear), bounded, _law(flat), _law(view.skipless) if sign else None
 
 
 def _law(error: float) -> bool | str:

@@ -5,7 +5,7 @@ checkpoints, imports and probes never convert. Layers are rematerialised here an
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -86,14 +86,16 @@ def run_blocks(
         (layer_params, layer, key, ahead), (attention, shared) = scanned, closed
         variables = {"params": layer_params, PLACE: _place(layer, shared, ahead)}
         rngs = {} if key is None else {"dropout": key}
-        return block.apply(variables, stream, attention, layer, rngs=rngs, mutable=list(collect))
+        made = block.apply(variables, stream, attention, layer, rngs=rngs, mutable=list(collect))
+        return cast(tuple[Stream, dict[str, Any]], made)
 
     if execution.remat != "none":
         # A loop that stays a loop keeps forward and backward apart; only straight-line code could be merged again.
         step = jax.checkpoint(step, policy=_POLICIES[execution.remat], prevent_cse=unroll == depth)
     write_once = execution.history == "reverse" and holds_history(stream)
     # Op by op, for debugging, every step's derivative is a new object that no scan can stack.
-    scan = scan_write_once if write_once and not jax.config.jax_disable_jit else scan_plain
+    op_by_op = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    scan = scan_write_once if write_once and not op_by_op else scan_plain
     scanned, closed = (params, inputs.layers, keys, None), (inputs.attention, inputs.shared)
     if inputs.groups is None:
         return scan(step, stream, scanned, closed, unroll=unroll)
