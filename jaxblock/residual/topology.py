@@ -1,42 +1,95 @@
 """The contract of a residual connection: everything a topology may say, and all it must.
 
 A connection is a Linen module `(stream, f) -> stream`. It is given the residual stream and a branch `f` (attention
-or feed-forward) and returns the stream; this is a whole one:
+or feed-forward) and returns the stream. This is a whole topology:
 
-    class PreNorm(nn.Module):
+    import flax.linen as nn
+    from jaxblock import Decoder, ModelConfig
+    from jaxblock.modules import Norm
+    from jaxblock.residual import Topology
+
+    class Gated(nn.Module):
         config: ModelConfig
 
         @nn.compact
         def __call__(self, x, f):
             norm = Norm(self.config, name="norm")
-            return x + f(norm(x))
+            gate = self.param("gate", nn.initializers.ones, (self.config.width,))
+            return x + gate.reshape(1, 1, -1).astype(x.dtype) * f(norm(x))
 
-    pre_norm = Topology(PreNorm, "x + f(norm(x))", "arXiv 2002.04745")
+    gated = Topology(Gated, "x + gate * f(norm(x))", "mine", reduces_to="pre_norm")
+    model = Decoder(ModelConfig(vocab_size=64, context=32, depth=8, width=32, heads=4), topology=gated)
 
 What it must keep:
 
 - It calls `f` exactly once, with one array [B, T, D], or with `Views(query, key, value)` where attention's three
   projections are to read different arrays. `f` returns [B, T, D] in the dtype it was given.
-- It returns a stream of the structure, shapes and dtypes it was given (cast what float32 scalars have lifted).
+- It returns a stream of the structure, shapes and dtypes it was given; cast back what a float32 factor has lifted.
 - It mixes depth and streams, never positions and never rows of a batch. Causality and decoding rest on it.
 - It has no dropout and no remat of its own, and does not ask whether it is scanned, trained or decoded.
 
-The rest of the record has defaults that say "nothing":
+The other fields of the record have defaults that say "nothing". One that reads what earlier sublayers wrote keeps a
+`History` in its stream, and here is most of what there is:
 
-- The stream may be any pytree with static shapes. `open` makes it from the embedding, `close` (a module
-  `(stream, shared) -> x`) makes one array of it, `final_norm` says whether that array still needs a norm.
-- A topology that reads earlier layers keeps a `History` in its stream: `history.push(row)` adds a row,
-  `history.sources()` is what can be read, `read_once(read, ...)` wraps the reading, and memory stays linear in
-  depth. Say which history it is: of sublayer outputs, or of states.
-- `shared` makes parameters once for the whole stack. They, and the numbers of block and sublayer, are read
-  inside a connection with `place(self)`. `after_block`, a module `(stream) -> stream`, runs between blocks.
-- `groups` is for topologies whose history grows only every few blocks: a nested scan, and a place to compute
-  for all blocks of a group at once what they read of it.
+    from typing import NamedTuple
+    import jax.numpy as jnp
+    from jaxblock.functional.depth_mixing import mix_sources
+    from jaxblock.residual import History, open_history, place, read_once
+
+    class Stream(NamedTuple):
+        x: jnp.ndarray
+        outputs: History
+
+    class LooksBack(nn.Module):                     # x + f(norm(x + gate_s * mean of all outputs before))
+        config: ModelConfig
+
+        @nn.compact
+        def __call__(self, stream, f):
+            norm = Norm(self.config, name="norm")
+            here = place(self)                      # numbers of block and sublayer, shared parameters
+            gate = here.shared[here.sublayer]
+
+            def read(x, outputs, gate):
+                sources = outputs.sources()         # rows, which of them exist, and their numbers
+                mean = mix_sources(sources, sources.present / jnp.sum(sources.present))
+                return x + (gate * mean).astype(x.dtype)
+
+            update = f(norm(read_once(read, stream.x, stream.outputs, gate)))
+            return Stream(stream.x + update, stream.outputs.push(update))
+
+    class Gates(nn.Module):                         # made once for the whole stack
+        config: ModelConfig
+
+        @nn.compact
+        def __call__(self):
+            return self.param("gate", nn.initializers.zeros, (self.config.sublayers,))
+
+    class TakeX(nn.Module):                         # the stream becomes one array again
+        config: ModelConfig
+
+        @nn.compact
+        def __call__(self, stream, shared):
+            return stream.x
+
+    looks_back = Topology(
+        LooksBack,
+        "x + f(norm(x + gate * mean(outputs)))",
+        "mine",
+        open=lambda config, x: Stream(x, open_history(x, config.sublayers + 1)),
+        shared=Gates,
+        close=TakeX,
+        reduces_to="pre_norm",
+    )
+
+- A row of a history is written once; memory is linear in depth because of it, also when every sublayer reads all
+  rows. `read_once` around the reading is what keeps it so. Say which history it is: of outputs, or of states.
+- `after_block` is a module `(stream) -> stream` that runs between blocks. `groups` is for histories that grow only
+  every few blocks: a nested scan, and a place to compute for all its blocks at once what they read.
 - A start that depends on the layer is a constant plus a parameter that starts at zero, because all layers of a
   stack are initialised by one function.
 
-What it declares is tested by running it: see `tests/residual/battery.py`, which takes any topology.
-`jaxblock.residual.registry` gives a topology the name, and the options, by which a config asks for it.
+What a topology declares is tested by running it: `tests/residual/battery.py` takes any topology, and says in a
+sentence what is wrong. A line in `jaxblock.residual.registry` gives it the name by which a config asks for it.
 """
 
 import dataclasses

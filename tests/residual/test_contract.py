@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -31,6 +32,8 @@ from jaxblock.types import Views
 from tests.residual.battery import CHEAP, CHECKS, PLAIN, Entry, GivenModel, draw, given_branch
 from tests.small import built, config, tokens
 from tests.small_training import batch, training
+
+contract_page = importlib.import_module("jaxblock.residual.topology")  # the function of that name hides it
 
 # ---------------------------------------------------------------- two inventions, as a stranger would write them
 
@@ -110,6 +113,17 @@ def test_an_invented_connection_passes_the_battery_unchanged(check):
 )
 def test_an_invented_history_passes_the_battery_unchanged(check):
     CHECKS[check](Entry("looks_back", LOOKS_BACK))
+
+
+def test_the_page_a_stranger_reads_works_as_it_stands():
+    """The code in the docstring of `residual.topology`, and the two topologies it makes."""
+    lines = contract_page.__doc__.splitlines()
+    code = "\n".join(line.removeprefix("    ") for line in lines if line.startswith("    ") or not line)
+    names: dict = {}
+    exec(code, names)
+    for topology_of_page in (names["gated"], names["looks_back"]):
+        for check in ("loop_equals_scan", "zero_branch", "positions_and_rows_stay_apart"):
+            CHECKS[check](Entry("page", topology_of_page))
 
 
 # ---------------------------------------------------------------- wrong ones
