@@ -67,7 +67,7 @@ def test_loop_equals_scan(key):
 
 
 @pytest.mark.parametrize("remat", [name for name in REMAT_POLICIES if name != "none"])
-@pytest.mark.parametrize("residual", ["pre_norm", "attention_residual"])
+@pytest.mark.parametrize("residual", ["pre_norm", pytest.param("attention_residual", marks=pytest.mark.full)])
 def test_remat_equals_none(residual, remat):
     assert_equal_runs(residual, ExecutionConfig(remat=remat), dropout_key(3), **DROPOUT)
 

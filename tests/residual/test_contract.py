@@ -103,14 +103,18 @@ LOOKS_BACK = Topology(
 )
 
 
-@pytest.mark.parametrize("check", CHECKS)
+def some_by_default(*also):
+    """Return the checks, those that are neither cheap nor named marked full."""
+    by_default = (*CHEAP, *also)
+    return [pytest.param(x, marks=() if x in by_default else (pytest.mark.full,)) for x in CHECKS]
+
+
+@pytest.mark.parametrize("check", some_by_default("every_leaf_learns", "reduces_to", "memory_is_linear"))
 def test_an_invented_connection_passes_the_battery_unchanged(check):
     CHECKS[check](Entry("scaled", SCALED))
 
 
-@pytest.mark.parametrize(
-    "check", [*CHEAP, *(pytest.param(name, marks=pytest.mark.full) for name in CHECKS if name not in CHEAP)]
-)
+@pytest.mark.parametrize("check", some_by_default("memory_is_linear"))
 def test_an_invented_history_passes_the_battery_unchanged(check):
     CHECKS[check](Entry("looks_back", LOOKS_BACK))
 

@@ -160,6 +160,7 @@ def test_block_attention_residual_equals_its_paper(group):
     assert group == 7 or not np.allclose(closed, other, atol=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", OPTIONS[1:], ids=lambda options: text("", options))
 def test_block_attention_residual_takes_the_same_options(options):
     closed, *given = run(text("block_attention_residual", {"sublayers": 2, **options}))

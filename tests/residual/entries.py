@@ -1,0 +1,63 @@
+"""What the battery runs on: every name of the registry, and the options whose code differs.
+
+By default the whole battery runs on REPRESENTATIVE and a cheap part on every other name; `pytest -m full` runs all.
+"""
+
+import pytest
+
+from jaxblock.models.write_once import holds_history
+from jaxblock.residual import REGISTRY, topology
+from tests.residual.battery import CHEAP, CHECKS, draw
+from tests.small import config
+
+REPRESENTATIVE = (
+    "pre_norm",
+    "dense_former",
+    "attention_residual",
+    "block_attention_residual(sublayers=4)",
+)
+VARIANTS = (
+    "dense_former(dilation=2, period=3)",
+    "dense_former(period=2)",
+    "block_attention_residual(sublayers=1)",
+    "block_attention_residual(sublayers=3)",
+    "block_attention_residual(sublayers=4, query='dynamic', key='layer')",
+    "block_attention_residual(sublayers=4, query='static', key='layer', window=1)",
+    "attention_residual(score='sigmoid')",
+    "attention_residual(query='dynamic')",
+    "attention_residual(query='dynamic', key='layer')",
+    "attention_residual(key='layer', heads=2)",
+    "attention_residual(key_norm='none')",
+    "attention_residual(window=2)",
+    "attention_residual(heads=4)",
+)
+NAMES = tuple(dict.fromkeys((*REPRESENTATIVE, *REGISTRY, *VARIANTS)))
+ALSO_CHEAP = {"post_norm": ("remat_equals_none", "every_leaf_learns")}
+ONLY_HISTORIES = ("plain_derivative_equals_reverse", "memory_is_linear")
+"""Checks that for other streams compare an ordinary scan with itself, or measure it: under `-m full` only."""
+
+
+def has_history(name: str) -> bool:
+    return holds_history(topology(name).open(config(), draw(1, 1, 8)))
+
+
+HISTORIES = tuple(name for name in NAMES if has_history(name))
+PLAIN_STREAMS = tuple(name for name in NAMES if name not in HISTORIES)
+
+
+def is_default(name: str, check: str) -> bool:
+    if check in ONLY_HISTORIES and name in PLAIN_STREAMS:
+        return False
+    if name in REPRESENTATIVE or check in ALSO_CHEAP.get(name, ()):
+        return True
+    return name in REGISTRY and check in CHEAP
+
+
+def cases(names: tuple[str, ...]) -> list:
+    return [
+        pytest.param(
+            name, check, marks=() if is_default(name, check) else (pytest.mark.full,), id=f"{name}-{check}"
+        )
+        for name in names
+        for check in CHECKS
+    ]
