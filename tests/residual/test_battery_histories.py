@@ -1,4 +1,4 @@
-"""The battery over topologies that read earlier layers; `pytest -m full` runs every check on every entry and on every option."""
+"""The battery over topologies that read earlier layers; `pytest -m full` runs it on every entry and option."""
 
 import pytest
 
