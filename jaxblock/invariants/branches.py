@@ -16,8 +16,8 @@ from jaxblock.contracts import check_integer
 from jaxblock.functional.masks import AttentionPattern
 from jaxblock.models import Block, Decoder, layer_inputs
 from jaxblock.modules import AttentionInputs, Embedding, PositionTable
+from jaxblock.residual.contract import open_array
 from jaxblock.residual.place import COLLECTION as PLACE
-from jaxblock.residual.topology import open_array
 from jaxblock.types import Array, Params
 
 _LAST_MAPS = {"attention/output": "attention", "feed_forward/down": "feed_forward"}

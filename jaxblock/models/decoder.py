@@ -2,6 +2,7 @@
 
 import chex
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from jaxblock import axes
@@ -90,6 +91,10 @@ class Decoder(nn.Module):
         x_BTD = stream
         if connections.close is not None:
             x_BTD = connections.close(config, name="close")(stream, shared)
+        elif not isinstance(stream, jax.Array):
+            raise ValueError(
+                f"the topology's stream is a {type(stream).__name__}; a stream that is not one array needs `close`"
+            )
         chex.assert_shape(x_BTD, (*tokens_BT.shape, config.width))
         record(self, "resid_final", x_BTD)
         if connections.final_norm:
@@ -100,7 +105,14 @@ class Decoder(nn.Module):
     @property
     def connections(self) -> Topology:
         """The residual topology of the stack."""
-        return topology(self.config.residual) if self.topology is None else self.topology
+        if self.topology is None:
+            return topology(self.config.residual)
+        if not isinstance(self.topology, Topology):
+            raise TypeError(
+                f"topology is {self.topology!r}; it must be a jaxblock.residual.Topology (a function that makes one "
+                "is to be called, a connection to be put into one)"
+            )
+        return self.topology
 
     @property
     def labels(self) -> tuple[axes.Label, ...]:

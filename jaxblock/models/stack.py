@@ -15,8 +15,8 @@ from jaxblock.config import ExecutionConfig
 from jaxblock.models.block import LayerInputs
 from jaxblock.models.write_once import Step, holds_history, scan_group, scan_plain, scan_write_once
 from jaxblock.modules import AttentionInputs
+from jaxblock.residual.contract import Groups
 from jaxblock.residual.place import COLLECTION as PLACE
-from jaxblock.residual.topology import Groups
 from jaxblock.types import Array, Params, Stream
 
 _POLICIES: Mapping[str, Callable | None] = {

@@ -33,13 +33,32 @@ def file_histories(stream: Stream) -> Stream:
     return structure.unflatten([x.filed() if isinstance(x, History) else x for x in nodes])
 
 
+def check_capacity(stream: Stream, steps: int) -> None:
+    """Raise ValueError if a stream's recent rows, made once per step, do not fit its histories."""
+    for node in _nodes(stream)[0]:
+        if isinstance(node, History):
+            pushed = steps * sum(recent.certain for recent in node.recent)
+            capacity = node.rows_NBTD.shape[0]
+            if pushed >= capacity:
+                raise ValueError(
+                    f"a history was opened with a capacity of {capacity} rows; it starts with one and "
+                    f"{steps} steps push {pushed} more: open_history(x, {pushed + 1})"
+                )
+
+
 def scan_plain(
     step: Step, stream: Stream, scanned: Tree, closed: Tree, *, unroll: int
 ) -> tuple[Stream, Tree]:
-    """Run an ordinary scan: any order of derivative, a history costs O(L^2) memory in the backward pass."""
+    """Run an ordinary scan: any order of derivative, a history costs O(L^2) memory in the backward pass.
+
+    Raises:
+      ValueError: a history has fewer rows than the steps push.
+    """
+    scanned_all = scanned
 
     def body(stream: Stream, scanned: Tree) -> tuple[Stream, Tree]:
         stream, outputs = step(stream, scanned, closed)
+        check_capacity(stream, jax.tree.leaves(scanned_all)[0].shape[0])
         return file_histories(stream), outputs
 
     return jax.lax.scan(body, stream, scanned, unroll=unroll)
@@ -145,7 +164,15 @@ def scan_write_once(
         )
 
     run.defvjp(forward, backward)
-    after, outputs = run(streams.split(stream), layers.split(scanned), common.split(closed))
+    try:
+        after, outputs = run(streams.split(stream), layers.split(scanned), common.split(closed))
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "the loop over a history has no forward-mode derivative with execution.history = 'reverse'; run the "
+            "same parameters with ExecutionConfig(history='plain')"
+        ) from error
     shape = jax.eval_shape(lambda *arguments: scan_plain(step, *arguments, unroll=1), stream, scanned, closed)
     return _Form.of(shape[0]).join(after), _Form.of(shape[1]).join(outputs)
 

@@ -2,16 +2,18 @@
 
 from jaxblock.axes import Label
 from jaxblock.residual.combinator import STREAM_AXES, residual
+from jaxblock.residual.contract import Groups, NoGradient, Topology
 from jaxblock.residual.history import History, open_history, read_once
-from jaxblock.residual.place import Place, place
+from jaxblock.residual.place import Place, place, told_ahead
 from jaxblock.residual.placements import BranchNorm, NoResidual, PeriNorm, PostNorm, PreNorm
 from jaxblock.residual.registry import REGISTRY, topology
-from jaxblock.residual.topology import NoGradient, Topology
+from jaxblock.types import Views
 
 __all__ = [
     "REGISTRY",
     "STREAM_AXES",
     "BranchNorm",
+    "Groups",
     "History",
     "Label",
     "NoGradient",
@@ -21,9 +23,11 @@ __all__ = [
     "PostNorm",
     "PreNorm",
     "Topology",
+    "Views",
     "open_history",
     "place",
     "read_once",
     "residual",
+    "told_ahead",
     "topology",
 ]

@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxblock.config import ModelConfig
 from jaxblock.modules import Norm
+from jaxblock.residual.contract import Topology
 from jaxblock.residual.depth_reader import DepthReader, ReaderOptions, has_keys, reader_topology
 from jaxblock.residual.history import History, open_history
 from jaxblock.residual.place import place
-from jaxblock.residual.topology import Topology
 from jaxblock.types import Array, Branch
 
 

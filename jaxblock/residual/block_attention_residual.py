@@ -19,10 +19,10 @@ from jaxblock.config import ModelConfig
 from jaxblock.contracts import check_integer
 from jaxblock.functional.depth_mixing import FinishedPart, Sources, read_finished
 from jaxblock.modules import Norm
+from jaxblock.residual.contract import Groups, Topology
 from jaxblock.residual.depth_reader import DepthReader, ReaderOptions, has_keys, reader_topology
 from jaxblock.residual.history import History, open_history, read_once
 from jaxblock.residual.place import place, told_ahead
-from jaxblock.residual.topology import Groups, Topology
 from jaxblock.types import Array, Branch, Params
 
 
@@ -154,7 +154,7 @@ def block_attention_residual(
     heads: int = 1,
 ) -> Topology:
     """Return block attention residuals; `sublayers` are summed into one source, the rest are `ReaderOptions`."""
-    check_integer("residual: sublayers", sublayers, least=1)
+    check_integer("model.residual: sublayers", sublayers, least=1)
     options = ReaderOptions(score=score, query=query, key=key, key_norm=key_norm, window=window, heads=heads)
 
     def open_block(config: ModelConfig, x: Array) -> BlockStream:

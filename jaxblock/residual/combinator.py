@@ -66,5 +66,6 @@ def _check_same_stream(name: str, before: Stream, after: Stream) -> None:
     if form(before) != form(after):
         raise ValueError(
             f"residual connection {name} was given a stream of {form(before)} and returned {form(after)}; "
-            "a connection keeps the stream's structure, shapes and dtypes"
+            "a connection keeps the stream's structure, shapes and dtypes (.astype(x.dtype) casts back what a "
+            "float32 factor has lifted)"
         )

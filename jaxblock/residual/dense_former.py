@@ -18,10 +18,10 @@ from jaxblock.contracts import check_integer
 from jaxblock.functional.depth_mixing import dense_table, dense_terms, mix_sources
 from jaxblock.functional.residual import pre_norm
 from jaxblock.modules import Norm
+from jaxblock.residual.contract import Topology
 from jaxblock.residual.declarations import additive_mixing, norm_parameters
 from jaxblock.residual.history import History, open_history, read_once
 from jaxblock.residual.place import place
-from jaxblock.residual.topology import Topology
 from jaxblock.types import Array, Branch
 
 
@@ -107,8 +107,8 @@ def dense_former(dilation: int = 1, period: int = 1) -> Topology:
       period: only after every `period`-th block. With period = dilation whole residue classes are never read;
         the authors use dilation + 1.
     """
-    check_integer("residual: dilation", dilation, least=1)
-    check_integer("residual: period", period, least=1)
+    check_integer("model.residual: dilation", dilation, least=1)
+    check_integer("model.residual: period", period, least=1)
 
     def weights(config: ModelConfig, *, name: str) -> nn.Module:
         return DenseWeights(config, dilation, period, name=name)

@@ -24,9 +24,9 @@ from jaxblock.functional.depth_mixing import (
 )
 from jaxblock.functional.norms import rms_norm
 from jaxblock.modules.intermediates import record
+from jaxblock.residual.contract import NoGradient, Topology
 from jaxblock.residual.declarations import norm_parameters
 from jaxblock.residual.history import read_once
-from jaxblock.residual.topology import NoGradient, Topology
 from jaxblock.types import Array
 
 
@@ -53,22 +53,22 @@ class ReaderOptions:
     """Groups of channels with a softmax each (arXiv 2607.27230); divides the width."""
 
     def __post_init__(self) -> None:
-        check_choice("residual: score", self.score, DEPTH_SCORES)
-        check_choice("residual: query", self.query, ("static", "dynamic"))
-        check_choice("residual: key", self.key, ("content", "layer"))
-        check_choice("residual: key_norm", self.key_norm, ("rms_norm", "none"))
-        check_integer("residual: window", self.window, least=0)
-        check_integer("residual: heads", self.heads, least=1)
+        check_choice("model.residual: score", self.score, DEPTH_SCORES)
+        check_choice("model.residual: query", self.query, ("static", "dynamic"))
+        check_choice("model.residual: key", self.key, ("content", "layer"))
+        check_choice("model.residual: key_norm", self.key_norm, ("rms_norm", "none"))
+        check_integer("model.residual: window", self.window, least=0)
+        check_integer("model.residual: heads", self.heads, least=1)
         if self.key == "layer" and self.key_norm != "rms_norm":
             raise ValueError(
-                f"residual: key_norm is {self.key_norm!r} and key is 'layer'; only content keys have a norm"
+                f"model.residual: key_norm is {self.key_norm!r} and key is 'layer'; only content keys have a norm"
             )
 
     def check_width(self, config: ModelConfig) -> None:
         """Raise ValueError unless the heads divide the width."""
         if config.width % self.heads:
             raise ValueError(
-                f"residual: heads is {self.heads} and model.width is {config.width}; heads must divide width"
+                f"model.residual: heads is {self.heads} and model.width is {config.width}; heads must divide width"
             )
 
 

@@ -30,6 +30,8 @@ class Recent:
     row_BTD: Array
     present: Array
     """Boolean scalar: False = nothing was made after all, the place stays free."""
+    certain: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether it is known, before anything runs, that the row counts."""
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +50,7 @@ class History:
         """Return the history with one more row; `when`, a boolean scalar, says whether it counts."""
         chex.assert_shape(row_BTD, self.rows_NBTD.shape[1:])
         present = jnp.ones((), jnp.bool_) if when is None else when
-        row = Recent(row_BTD.astype(self.rows_NBTD.dtype), present)
+        row = Recent(row_BTD.astype(self.rows_NBTD.dtype), present, certain=when is None)
         return dataclasses.replace(self, recent=(*self.recent, row))
 
     def sources(self) -> Sources:

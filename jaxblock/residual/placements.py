@@ -10,8 +10,8 @@ from jaxblock.config import ModelConfig
 from jaxblock.functional import residual
 from jaxblock.functional.norms import layer_norm, rms_norm
 from jaxblock.modules.norm import Norm
+from jaxblock.residual.contract import Topology
 from jaxblock.residual.declarations import additive_mixing, norm_parameters
-from jaxblock.residual.topology import Topology
 from jaxblock.types import Array, Branch
 
 

@@ -7,9 +7,9 @@ from jaxblock.config import check_options, parse_choice
 from jaxblock.contracts import check_choice
 from jaxblock.residual.attention_residual import attention_residual
 from jaxblock.residual.block_attention_residual import block_attention_residual
+from jaxblock.residual.contract import Topology
 from jaxblock.residual.dense_former import dense_former
 from jaxblock.residual.placements import branch_norm, none, peri_norm, post_norm, pre_norm
-from jaxblock.residual.topology import Topology
 
 REGISTRY: Mapping[str, Callable[..., Topology]] = {
     "none": none,
@@ -36,5 +36,11 @@ def topology(text: str, registry: Mapping[str, Callable[..., Topology]] = REGIST
     choice = parse_choice("model.residual", text)
     check_choice("model.residual", choice.name, registry)
     factory = registry[choice.name]
-    defaults = {name: option.default for name, option in inspect.signature(factory).parameters.items()}
+    options = inspect.signature(factory).parameters.values()
+    unset = [str(option) for option in options if option.default is inspect.Parameter.empty]
+    if unset:
+        raise ValueError(
+            f"the factory of {choice.name!r} has {', '.join(unset)} without a default; an option is a keyword with one"
+        )
+    defaults = {option.name: option.default for option in options}
     return factory(**check_options("model.residual", choice, defaults))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -21,19 +20,18 @@ from jaxblock.residual import (
     PostNorm,
     PreNorm,
     Topology,
+    Views,
     open_history,
     place,
     read_once,
     topology,
 )
+from jaxblock.residual import contract as contract_page
 from jaxblock.training.optimizer import make_optimizer
 from jaxblock.training.step import TrainState, make_step
-from jaxblock.types import Views
 from tests.residual.battery import CHEAP, CHECKS, PLAIN, Entry, GivenModel, draw, given_branch
 from tests.small import built, config, tokens
 from tests.small_training import batch, training
-
-contract_page = importlib.import_module("jaxblock.residual.topology")  # the function of that name hides it
 
 # ---------------------------------------------------------------- two inventions, as a stranger would write them
 
@@ -120,7 +118,7 @@ def test_an_invented_history_passes_the_battery_unchanged(check):
 
 
 def test_the_page_a_stranger_reads_works_as_it_stands():
-    """The code in the docstring of `residual.topology`, and the two topologies it makes."""
+    """The code in the docstring of `residual.contract`, and the two topologies it makes."""
     lines = contract_page.__doc__.splitlines()
     code = "\n".join(line.removeprefix("    ") for line in lines if line.startswith("    ") or not line)
     names: dict = {}
@@ -388,3 +386,21 @@ def test_the_record_needs_three_fields_only():
     assert mine.gain(config(), "value") == 1.0
     assert mine.open(config(), 5) == 5
     assert hash(mine) == hash(dataclasses.replace(mine))
+
+
+def test_what_was_forgotten_is_named():
+    abstract = lambda rule: jax.eval_shape(Decoder(config(), topology=rule).init, jax.random.key(0), tokens())  # noqa: E731
+    with pytest.raises(ValueError, match="stream is a Looking; a stream that is not one array needs `close`"):
+        abstract(dataclasses.replace(LOOKS_BACK, close=None))
+    short = dataclasses.replace(
+        LOOKS_BACK, open=lambda config, x: Looking(x, open_history(x, config.sublayers))
+    )
+    with pytest.raises(ValueError, match=r"capacity of 6 rows; it starts with one and 3 steps push 6 more"):
+        abstract(short)
+    for not_one in (Scaled, lambda: SCALED):
+        with pytest.raises(TypeError, match=r"it must be a jaxblock\.residual\.Topology"):
+            abstract(not_one)
+    with pytest.raises(ValueError, match="factory of 'mine' has scale without a default"):
+        topology("mine", {"mine": lambda scale: SCALED})
+    with pytest.raises(ValueError, match=r"factory of 'mine' has \*\*options without a default"):
+        topology("mine", {"mine": lambda **options: SCALED})

@@ -23,7 +23,7 @@ or feed-forward) and returns the stream. This is a whole topology:
 What it must keep:
 
 - It calls `f` exactly once, with one array [B, T, D], or with `Views(query, key, value)` where attention's three
-  projections are to read different arrays. `f` returns [B, T, D] in the dtype it was given.
+  projections are to read different arrays (`jaxblock.residual.Views`). `f` returns [B, T, D] in the dtype it was given.
 - It returns a stream of the structure, shapes and dtypes it was given; cast back what a float32 factor has lifted.
 - It mixes depth and streams, never positions and never rows of a batch. Causality and decoding rest on it.
 - It has no dropout and no remat of its own, and does not ask whether it is scanned, trained or decoded.
@@ -40,7 +40,7 @@ The other fields of the record have defaults that say "nothing". One that reads 
         x: jnp.ndarray
         outputs: History
 
-    class LooksBack(nn.Module):                     # x + f(norm(x + gate_s * mean of all outputs before))
+    class LooksBack(nn.Module):                     # x + f(norm(x + gate_s * mean of all rows before))
         config: ModelConfig
 
         @nn.compact
@@ -81,12 +81,35 @@ The other fields of the record have defaults that say "nothing". One that reads 
         reduces_to="pre_norm",
     )
 
+- Row 0 of a history is what it was opened with, here the embedding; then come the pushed rows, so its capacity is
+  one more than the pushes. A history that is too short is refused.
 - A row of a history is written once; memory is linear in depth because of it, also when every sublayer reads all
   rows. `read_once` around the reading is what keeps it so. Say which history it is: of outputs, or of states.
 - `after_block` is a module `(stream) -> stream` that runs between blocks. `groups` is for histories that grow only
   every few blocks: a nested scan, and a place to compute for all its blocks at once what they read.
+- A factor that starts at 0 needs branches that do not: with initialization = "zero_output" (train.py's default) the
+  product of the two zeros never moves. Start such a model with initialization = "plain".
 - A start that depends on the layer is a constant plus a parameter that starts at zero, because all layers of a
   stack are initialised by one function.
+
+The fields, the first three required:
+
+  connection, equation, source      the rule, in one line, and where it was published
+  final_norm = True                 False where the rule leaves the closed stream normalized
+  open(config, x) -> stream         from the embedding; left out, the embedding itself
+  close(config, name=...)           a module (stream, shared) -> x; needed where the stream is not one array
+  after_block(config, name=...)     a module (stream) -> stream, between blocks
+  shared(config, name=...)          a module () -> arrays, parameters of the whole stack
+  groups(config) -> Groups          nested scans, see `Groups`
+  gain(config, role) -> float       factor on the initial values of kernels with that role ("value", "output", ...)
+  labels                            tuple of `Label(pattern, decay, learning_rate)` for the optimizer
+  project(config, params) -> params after every optimizer step
+  declared, and tested:
+  parameters(config) -> int         of all connections, shared, close and the final norm
+  reduces_to                        the topology it equals at its own initial values, norm epsilon tiny
+  mixing(config) -> [S + 1, S + 1]  the depth-mixing matrix at initial values
+  zero_branch(config, x) -> x       the closed stream when branches return 0; left out, the embedding
+  no_gradient                       tuple of `NoGradient(pattern, block, reason)`
 
 What a topology declares is tested by running it: `tests/residual/battery.py` takes any topology, and says in a
 sentence what is wrong. A line in `jaxblock.residual.registry` gives it the name by which a config asks for it.
