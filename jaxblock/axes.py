@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 from flax.linen import spmd
 
+from jaxblock.contracts import check_number
 from jaxblock.types import Array, Params
 
 
@@ -100,6 +101,7 @@ def labelled(params: Params, labels: Sequence[Label]) -> Params:
     """
     names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     for label in labels:
+        check_number(f"learning_rate of label {label.pattern!r}", label.learning_rate, least=0.0)
         if not any(re.fullmatch(label.pattern, name) for name in names):
             raise ValueError(
                 f"label {label.pattern!r} matches no parameter; the parameters: {', '.join(names)}"

@@ -251,7 +251,10 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """How a stack is run. Nothing here changes a value, beyond round-off, or the parameter tree."""
+    """How a stack is run. Nothing here changes a value, beyond round-off, or the parameter tree.
+
+    One exception: with attention dropout, another `attention` drops other entries, at the same rate.
+    """
 
     scan_unroll: int = 1
     """Blocks compiled into one step of the scan over depth: 1 = one compiled block, depth = a plain loop."""

@@ -110,7 +110,12 @@ def switch_block(model: Decoder, *, block: int = 0) -> Callable[[Params, Array, 
       ValueError: the stream of this topology is not one array, or there is no such block.
     """
     topology, config = model.connections, model.config
-    if topology.open is not open_array or topology.shared is not None or topology.close is not None:
+    if (
+        topology.open is not open_array
+        or topology.shared is not None
+        or topology.close is not None
+        or topology.groups is not None
+    ):
         raise ValueError(
             f"the stream of {topology.equation!r} is not one array that a block alone carries on: "
             "a block of it cannot be described by itself"

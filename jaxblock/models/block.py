@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxblock.config import ExecutionConfig, ModelConfig
 from jaxblock.modules import Attention, AttentionInputs, Dropout, FeedForward
 from jaxblock.modules.intermediates import record
-from jaxblock.residual import Topology, residual
+from jaxblock.residual import Topology, check_same_stream, residual
 from jaxblock.types import Array, Branch, Stream
 
 
@@ -75,7 +75,8 @@ class Block(nn.Module):
             self._record_stream("resid_mid", stream)
             stream = self._connect(stream, "feed_forward_connection", "feed_forward", feed)
         if self.topology.after_block is not None:
-            stream = self.topology.after_block(config, name="after_block")(stream)
+            before, stream = stream, self.topology.after_block(config, name="after_block")(stream)
+            check_same_stream("after_block", before, stream)
         self._record_stream("resid_post", stream)
         return stream
 

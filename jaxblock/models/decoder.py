@@ -88,12 +88,13 @@ class Decoder(nn.Module):
             collect=(INTERMEDIATES,) if self.is_mutable_collection(INTERMEDIATES) else (),
         )
         record(self, "blocks", collected.get(INTERMEDIATES, {}))
-        x_BTD = stream
-        if connections.close is not None:
-            x_BTD = connections.close(config, name="close")(stream, shared)
-        elif not isinstance(stream, jax.Array):
+        x_BTD = (
+            stream if connections.close is None else connections.close(config, name="close")(stream, shared)
+        )
+        if not isinstance(x_BTD, jax.Array):
             raise ValueError(
-                f"the topology's stream is a {type(stream).__name__}; a stream that is not one array needs `close`"
+                f"the topology's closed stream is a {type(x_BTD).__name__}; a stream that is not one array needs "
+                "`close`, which returns one"
             )
         chex.assert_shape(x_BTD, (*tokens_BT.shape, config.width))
         record(self, "resid_final", x_BTD)
@@ -122,7 +123,12 @@ class Decoder(nn.Module):
     def project(self, params: Params) -> Params:
         """Return the parameters as the topology wants them after an optimizer step; most want nothing."""
         project = self.connections.project
-        return params if project is None else project(self.config, params)
+        if project is None:
+            return params
+        projected = project(self.config, params)
+        chex.assert_trees_all_equal_structs(params, projected)
+        chex.assert_trees_all_equal_shapes_and_dtypes(params, projected)
+        return projected
 
     def _attention_inputs(
         self, valid_BT: Array | None, segments_BT: Array | None, positions_BT: Array

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxblock.config import ExecutionConfig
+from jaxblock.contracts import check_integer
 from jaxblock.models.block import LayerInputs
 from jaxblock.models.write_once import Step, holds_history, scan_group, scan_plain, scan_write_once
 from jaxblock.modules import AttentionInputs
+from jaxblock.residual.combinator import check_same_stream
 from jaxblock.residual.contract import Groups
 from jaxblock.residual.place import COLLECTION as PLACE
 from jaxblock.types import Array, Params, Stream
@@ -113,6 +115,7 @@ def _run_groups(
     unroll: int,
 ) -> tuple[Stream, dict[str, Any]]:
     """Run whole groups by a scan of scans, then the ragged rest as one more group."""
+    check_integer("Groups.blocks", groups.blocks, least=1)
     depth = jax.tree.leaves(scanned)[0].shape[0]
     whole = depth // groups.blocks * groups.blocks
 
@@ -121,7 +124,9 @@ def _run_groups(
         told = (params, layers, keys, groups.before(stream, params))
         size = jax.tree.leaves(params)[0].shape[0]
         stream, outputs = scan_group(step, stream, told, closed, unroll=min(unroll, size))
-        return groups.after(stream), outputs
+        after = groups.after(stream)
+        check_same_stream("Groups.after", stream, after)
+        return after, outputs
 
     collected = []
     for first, last, size in ((0, whole, groups.blocks), (whole, depth, depth - whole)):

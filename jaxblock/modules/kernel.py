@@ -53,9 +53,9 @@ class Kernel(nn.Module):
     def __call__(self) -> tuple[Array, Array | None]:
         """Return (kernel, bias); the bias is None where the config has none."""
         dtype = jnp.dtype(self.config.param_dtype)
-        init = kernel_init(
-            self.config, self.role, fan_in=math.prod(self.shape[: self.axes]), gain=self.gain(self.role)
-        )
+        gain = float(self.gain(self.role))
+        check_number(f"gain of role {self.role!r}", gain, least=0.0)
+        init = kernel_init(self.config, self.role, fan_in=math.prod(self.shape[: self.axes]), gain=gain)
         kernel = self.param("kernel", init, self.shape, dtype)
         if not self.config.bias:
             return kernel, None

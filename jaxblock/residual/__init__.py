@@ -1,7 +1,7 @@
 """Residual connections: the contract, the combinator that runs them, and the registry that names them."""
 
 from jaxblock.axes import Label
-from jaxblock.residual.combinator import STREAM_AXES, residual
+from jaxblock.residual.combinator import STREAM_AXES, check_same_stream, residual
 from jaxblock.residual.contract import Groups, NoGradient, Topology
 from jaxblock.residual.history import History, open_history, read_once
 from jaxblock.residual.place import Place, place, told_ahead
@@ -24,6 +24,7 @@ __all__ = [
     "PreNorm",
     "Topology",
     "Views",
+    "check_same_stream",
     "open_history",
     "place",
     "read_once",

@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import get_opaque_trace_state
 
 from jaxblock import axes
 from jaxblock.residual.history import History
@@ -32,7 +33,7 @@ def residual(connection, stream: Stream, branch: Branch, *, dtype: jax.typing.DT
       AssertionError: the branch changed the shape of what it read.
     """
     name = type(connection).__name__
-    calls = 0
+    calls, level = 0, get_opaque_trace_state(convention="flax")
 
     def f(h: Array | Views) -> Array:
         nonlocal calls
@@ -40,6 +41,11 @@ def residual(connection, stream: Stream, branch: Branch, *, dtype: jax.typing.DT
         if calls > 1:
             raise ValueError(
                 f"residual connection {name} called its branch twice; it must call f exactly once"
+            )
+        if get_opaque_trace_state(convention="flax") != level:
+            raise ValueError(
+                f"residual connection {name} called its branch inside a transformation (lax.scan, cond, vmap, ...), "
+                "where once in the program is not once in the run; it must call f itself"
             )
         y = branch(jax.tree.map(lambda x: axes.constrain(x.astype(dtype), *STREAM_AXES), h))
         read = jax.tree.leaves(h)
@@ -49,12 +55,16 @@ def residual(connection, stream: Stream, branch: Branch, *, dtype: jax.typing.DT
     after = connection(stream, f)
     if calls == 0:
         raise ValueError(f"residual connection {name} never called its branch; it must call f exactly once")
-    _check_same_stream(name, stream, after)
+    check_same_stream(f"residual connection {name}", stream, after)
     return after
 
 
-def _check_same_stream(name: str, before: Stream, after: Stream) -> None:
-    """Raise ValueError unless two streams have the same structure, shapes and dtypes."""
+def check_same_stream(name: str, before: Stream, after: Stream) -> None:
+    """Raise ValueError unless two streams have the same structure, shapes and dtypes, and the same histories.
+
+    A history may have recent rows more; its filed rows and its count are the very arrays they were, or the scan
+    would rebuild another view than the one that was read.
+    """
 
     def form(stream: Stream) -> tuple:
         # A history may have grown; it still is a history of rows of that shape.
@@ -65,7 +75,21 @@ def _check_same_stream(name: str, before: Stream, after: Stream) -> None:
 
     if form(before) != form(after):
         raise ValueError(
-            f"residual connection {name} was given a stream of {form(before)} and returned {form(after)}; "
-            "a connection keeps the stream's structure, shapes and dtypes (.astype(x.dtype) casts back what a "
+            f"{name} was given a stream of {form(before)} and returned {form(after)}; "
+            "it keeps the stream's structure, shapes and dtypes (.astype(x.dtype) casts back what a "
             "float32 factor has lifted)"
         )
+    for old, new in zip(histories(before), histories(after), strict=True):
+        grown = len(new.recent) >= len(old.recent) and all(
+            a is b for a, b in zip(old.recent, new.recent, strict=False)
+        )
+        if not grown or new.rows_NBTD is not old.rows_NBTD or new.count is not old.count:
+            raise ValueError(
+                f"{name} changed a history other than by push; its rows and its count are filed by the stack alone"
+            )
+
+
+def histories(stream: Stream) -> list[History]:
+    """Return the histories of a stream."""
+    nodes = jax.tree.leaves(stream, is_leaf=lambda node: isinstance(node, History))
+    return [node for node in nodes if isinstance(node, History)]

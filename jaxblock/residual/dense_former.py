@@ -55,6 +55,8 @@ class DenseWeights(nn.Module):
     def __call__(self) -> Array:
         """Return the table alpha, float32 [L + 1, L + 1]; row i is what block i + 1 reads."""
         terms = dense_terms(self.config.depth, dilation=self.dilation, period=self.period)
+        if not terms.any():  # a period longer than the stack: nothing is averaged, nothing is learned
+            return jnp.eye(len(terms), dtype=jnp.float32)
         dtype = jnp.dtype(self.config.param_dtype)
         weight = self.param("weight", nn.initializers.zeros, (int(terms.sum()),), dtype)
         return jnp.eye(len(terms), dtype=jnp.float32) + dense_table(weight, terms)

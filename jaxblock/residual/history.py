@@ -16,6 +16,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxblock.contracts import check_integer
 from jaxblock.functional.depth_mixing import Sources
 from jaxblock.types import Array
 
@@ -47,9 +48,15 @@ class History:
     """Rows of the current block, not filed yet."""
 
     def push(self, row_BTD: Array, *, when: Array | None = None) -> "History":
-        """Return the history with one more row; `when`, a boolean scalar, says whether it counts."""
+        """Return the history with one more row; `when`, a boolean scalar, says whether it counts.
+
+        Raises AssertionError for a row of another shape, or not floating, or a `when` that is no boolean scalar.
+        """
         chex.assert_shape(row_BTD, self.rows_NBTD.shape[1:])
-        present = jnp.ones((), jnp.bool_) if when is None else when
+        chex.assert_type(row_BTD, float)
+        present = jnp.ones((), jnp.bool_) if when is None else jnp.asarray(when)
+        chex.assert_shape(present, ())
+        chex.assert_type(present, bool)
         row = Recent(row_BTD.astype(self.rows_NBTD.dtype), present, certain=when is None)
         return dataclasses.replace(self, recent=(*self.recent, row))
 
@@ -89,7 +96,13 @@ class History:
 
 
 def open_history(first_BTD: Array, capacity: int) -> History:
-    """Return a history of `capacity` rows that holds one."""
+    """Return a history of `capacity` rows that holds one.
+
+    Raises ValueError for a capacity below 1, AssertionError unless the row is [B, T, D] and floating.
+    """
+    check_integer("history: capacity", capacity, least=1)
+    chex.assert_rank(first_BTD, 3)
+    chex.assert_type(first_BTD, float)
     rows = jnp.zeros((capacity, *first_BTD.shape), first_BTD.dtype)
     return History(rows.at[0].set(first_BTD), jnp.ones((), jnp.int32))
 

@@ -149,6 +149,30 @@ class MixesRows(Scaled):
         return x + f(Norm(self.config, name="norm")(x)) + 0.1 * jnp.mean(x, axis=0, keepdims=True)
 
 
+class MixesRowsLater(Scaled):
+    """A factor that starts at 0 hides the mixing at the start."""
+
+    @nn.compact
+    def __call__(self, x, f):
+        gate = self.param("gate", nn.initializers.zeros, ())
+        return x + f(Norm(self.config, name="norm")(x)) + gate * jnp.mean(x, axis=0, keepdims=True)
+
+
+class LoopsOverItsBranch(Scaled):
+    @nn.compact
+    def __call__(self, x, f):
+        return jax.lax.scan(lambda c, _: (c + f(c), None), x, None, length=2)[0]
+
+
+class FilesItself(LooksBack):
+    """Pushes, and then files the row: what only the stack may do."""
+
+    @nn.compact
+    def __call__(self, stream, f):
+        update = f(Norm(self.config, name="norm")(stream.x))
+        return Looking(stream.x + update, stream.outputs.push(update).filed())
+
+
 class DropsStream(Scaled):
     @nn.compact
     def __call__(self, x, f):
@@ -200,6 +224,21 @@ WRONG = {
         "never positions or rows of a batch",
     ),
     "mixes_rows": (of(MixesRows), "positions_and_rows_stay_apart", "never positions or rows of a batch"),
+    "mixes_rows_off_its_start": (
+        of(MixesRowsLater),
+        "positions_and_rows_stay_apart",
+        "never positions or rows of a batch",
+    ),
+    "calls_its_branch_in_a_loop": (
+        of(LoopsOverItsBranch),
+        "one_block",
+        "called its branch inside a transformation",
+    ),
+    "changes_its_history": (
+        dataclasses.replace(LOOKS_BACK, connection=FilesItself),
+        "one_block",
+        "FilesItself changed a history other than by push",
+    ),
     "drops_the_stream": (of(DropsStream), "zero_branch", "is not what `zero_branch` declares"),
     "counts_wrong": (of(Scaled, parameters=lambda config: 7), "parameter_count", "its formula gives 7"),
     "mixing_wrong": (
@@ -390,7 +429,9 @@ def test_the_record_needs_three_fields_only():
 
 def test_what_was_forgotten_is_named():
     abstract = lambda rule: jax.eval_shape(Decoder(config(), topology=rule).init, jax.random.key(0), tokens())  # noqa: E731
-    with pytest.raises(ValueError, match="stream is a Looking; a stream that is not one array needs `close`"):
+    with pytest.raises(
+        ValueError, match="closed stream is a Looking; a stream that is not one array needs `close`"
+    ):
         abstract(dataclasses.replace(LOOKS_BACK, close=None))
     short = dataclasses.replace(
         LOOKS_BACK, open=lambda config, x: Looking(x, open_history(x, config.sublayers))
@@ -404,3 +445,42 @@ def test_what_was_forgotten_is_named():
         topology("mine", {"mine": lambda scale: SCALED})
     with pytest.raises(ValueError, match=r"factory of 'mine' has \*\*options without a default"):
         topology("mine", {"mine": lambda **options: SCALED})
+
+
+def test_a_gain_or_a_rate_that_is_no_number_is_refused():
+    rule = dataclasses.replace(SCALED, gain=lambda config, role: float("nan"))
+    with pytest.raises(ValueError, match="gain of role 'query' is nan"):
+        jax.eval_shape(Decoder(config(), topology=rule).init, jax.random.key(0), tokens())
+    bad = dataclasses.replace(
+        SCALED, labels=(Label("blocks/.*connection/scale", learning_rate=float("inf")),)
+    )
+    with pytest.raises(ValueError, match=r"learning_rate of label .* is inf"):
+        one_step(bad)
+
+
+def test_a_projection_keeps_shapes_and_dtypes():
+    rule = dataclasses.replace(SCALED, project=lambda config, params: jax.tree.map(lambda x: x[:1], params))
+    with pytest.raises(AssertionError, match="shape"):
+        one_step(rule)
+
+
+def test_a_period_longer_than_the_stack_learns_no_average_and_is_pre_norm():
+    rule = topology("dense_former(period=99)")
+    shapes = jax.eval_shape(Decoder(config(), topology=rule).init, jax.random.key(0), tokens())["params"]
+    assert "shared" not in shapes
+    for check in ("parameter_count", "reduces_to"):
+        CHECKS[check](Entry("long", rule))
+
+
+def test_rows_of_a_history_have_one_form():
+    history = open_history(draw(1, 2, 8), 3)
+    for wrong in (draw(1, 2, 4), jnp.ones((1, 2, 8), jnp.int32)):
+        with pytest.raises(AssertionError):
+            history.push(wrong)
+    with pytest.raises(AssertionError):
+        history.push(draw(1, 2, 8), when=jnp.float32(0.5))
+    assert bool(history.push(draw(1, 2, 8), when=True).recent[0].present)
+    with pytest.raises(AssertionError):
+        open_history(draw(2, 8), 3)
+    with pytest.raises(ValueError, match="history: capacity is 0"):
+        open_history(draw(1, 2, 8), 0)
