@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxblock.config import ModelConfig
+from jaxblock.contracts import check_number
 from jaxblock.functional.initial_values import normal, standard_deviation
 from jaxblock.types import Array
 
