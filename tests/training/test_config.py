@@ -63,7 +63,7 @@ CHANGED = TrainConfig(
         dtype="bfloat16",
         stream_dtype="float16",
     ),
-    execution=ExecutionConfig(scan_unroll=2, remat="full", attention="blocked"),
+    execution=ExecutionConfig(scan_unroll=2, remat="full", history="plain", attention="blocked"),
     data=DataConfig(path='quote".txt', batch=3, seams="separate", validation_tokens=99),
     optimizer=OptimizerConfig(
         learning_rate=1e-4,
