@@ -10,13 +10,9 @@ from jaxblock.residual import REGISTRY, topology
 from tests.residual.battery import CHEAP, CHECKS, draw
 from tests.small import config
 
-REPRESENTATIVE = (
-    "pre_norm",
-    "dense_former",
-    "attention_residual",
-    "block_attention_residual(sublayers=4)",
-)
+REPRESENTATIVE = ("pre_norm", "dense_former", "attention_residual")
 VARIANTS = (
+    "block_attention_residual(sublayers=4)",
     "dense_former(dilation=2, period=3)",
     "dense_former(period=2)",
     "block_attention_residual(sublayers=1)",
@@ -32,7 +28,17 @@ VARIANTS = (
     "attention_residual(heads=4)",
 )
 NAMES = tuple(dict.fromkeys((*REPRESENTATIVE, *REGISTRY, *VARIANTS)))
-ALSO_CHEAP = {"post_norm": ("remat_equals_none", "every_leaf_learns")}
+ALSO_BY_DEFAULT = {
+    "post_norm": ("remat_equals_none", "every_leaf_learns"),
+    "block_attention_residual(sublayers=4)": (
+        *CHEAP,
+        "remat_equals_none",
+        "plain_derivative_equals_reverse",
+        "reduces_to",
+        "every_leaf_learns",
+        "memory_is_linear",
+    ),
+}
 ONLY_HISTORIES = ("plain_derivative_equals_reverse", "memory_is_linear")
 """Checks that for other streams compare an ordinary scan with itself, or measure it: under `-m full` only."""
 
@@ -48,7 +54,7 @@ PLAIN_STREAMS = tuple(name for name in NAMES if name not in HISTORIES)
 def is_default(name: str, check: str) -> bool:
     if check in ONLY_HISTORIES and name in PLAIN_STREAMS:
         return False
-    if name in REPRESENTATIVE or check in ALSO_CHEAP.get(name, ()):
+    if name in REPRESENTATIVE or check in ALSO_BY_DEFAULT.get(name, ()):
         return True
     return name in REGISTRY and check in CHEAP
 
