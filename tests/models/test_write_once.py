@@ -147,7 +147,9 @@ def loss(model, params, scale=1.0):
     return jnp.mean(jnp.sin(model.apply({"params": scaled}, tokens())))
 
 
-@pytest.mark.parametrize("name", ["dense_former", "attention_residual(query='dynamic')"])
+@pytest.mark.parametrize(
+    "name", ["dense_former", pytest.param("attention_residual(query='dynamic')", marks=pytest.mark.full)]
+)
 def test_plain_has_every_order_of_derivative(name):
     """Forward mode and second derivatives, against reverse mode and finite differences."""
     model_config = config(**{**PLAIN, "feed_forward": "gelu"}, residual=name, depth=2)
@@ -168,6 +170,7 @@ def test_reverse_refuses_forward_mode():
         jax.jvp(functools.partial(loss, Decoder(model_config), params), (1.0,), (1.0,))
 
 
+@pytest.mark.full
 def test_a_model_runs_op_by_op_for_debugging():
     model_config = config(**PLAIN, residual="attention_residual", depth=2)
     model, params = built(model_config)

@@ -78,7 +78,7 @@ def at(tree: Any, *place: int) -> Any:
     return jax.tree.map(lambda x: x[place], tree)
 
 
-@every_residual
+@few_residuals
 def test_vmap_over_seeds_and_learning_rates_gives_what_each_gives_alone(residual):
     over_rates = jax.vmap(training_of(residual), in_axes=(None, 0))
     over_both = jax.jit(jax.vmap(over_rates, in_axes=(0, None)))

@@ -479,7 +479,6 @@ def check_traced_once(entry: Entry) -> None:
 
 
 CHEAP: dict[str, Callable[[Entry], None]] = {
-    "loop_equals_scan": check_loop_equals_scan,
     "positions_and_rows_stay_apart": check_positions_and_rows_stay_apart,
     "causal": check_causal,
     "zero_branch": check_zero_branch,
@@ -489,6 +488,7 @@ CHEAP: dict[str, Callable[[Entry], None]] = {
 }
 CHECKS: dict[str, Callable[[Entry], None]] = {
     **CHEAP,
+    "loop_equals_scan": check_loop_equals_scan,
     "remat_equals_none": check_remat_equals_none,
     "plain_derivative_equals_reverse": check_plain_derivative_equals_reverse,
     "parallel_wiring": check_parallel_wiring,

@@ -32,7 +32,6 @@ ALSO_BY_DEFAULT = {
     "post_norm": ("remat_equals_none", "every_leaf_learns"),
     "block_attention_residual(sublayers=4)": (
         *CHEAP,
-        "remat_equals_none",
         "plain_derivative_equals_reverse",
         "reduces_to",
         "every_leaf_learns",

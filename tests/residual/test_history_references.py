@@ -85,7 +85,7 @@ def full_attention(x, weights, params, options):
 
 
 def dense_former(x, weights, params, dilation, period):
-    flat, states, taken = params["shared"]["weight"], [x], 0
+    flat, states, taken = params.get("shared", {"weight": ()})["weight"], [x], 0
     for i in range(1, DEPTH + 1):
         for n in (2 * i - 2, 2 * i - 1):
             x = x + np.tanh(rms(x, layer(params, n)["norm"]["scale"]) @ weights[n])
