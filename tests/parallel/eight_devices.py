@@ -31,7 +31,7 @@ from tests.parallel.ragged import loss_sums_of, ragged_batch
 from tests.small import built, config
 from tests.small_training import training
 
-RESIDUALS = ("pre_norm", "dense_former", "block_attention_residual")
+RESIDUALS = ("pre_norm", "block_attention_residual")
 DEVICES, ROWS, STEPS = 8, 16, 3
 OPTIMIZER = make_optimizer(training(optimizer={"schedule": "constant", "warmup": 0.0}).optimizer, STEPS)
 

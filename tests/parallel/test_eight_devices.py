@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-RESIDUALS = ["pre_norm", "dense_former", "block_attention_residual"]
+RESIDUALS = ["pre_norm", "block_attention_residual"]
 
 
 @pytest.fixture(scope="module")
