@@ -95,16 +95,14 @@ def test_equals_the_plain_scan_in_values_side_outputs_and_every_gradient(unroll)
     np.testing.assert_allclose(got, want, rtol=1e-6)
     chex.assert_trees_all_close(aux, want_aux, rtol=1e-6, atol=1e-6)
     chex.assert_trees_all_close(gradients, want_gradients, rtol=1e-5, atol=1e-5)
-    assert all(np.abs(np.asarray(leaf)).min() >= 0 and np.any(leaf) for leaf in jax.tree.leaves(gradients))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
 
 def test_a_view_of_the_wrong_rows_would_show(monkeypatch):
-    """Negative control: rebuilt from the whole final history, the gradient is another one."""
+    """Negative control: with views of zeros the gradient is another one; rows not yet written are masked anyway."""
     monkeypatch.setattr("jaxblock.models.write_once._view", lambda rows, count: rows)
     _, want = plain()
     _, got = run(scan_write_once)
-    # Rows that do not exist yet are masked where they are read, so only the unmasked newest row could differ:
-    # here the read's weights know the mask, and the gradient must not change.
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
     monkeypatch.setattr("jaxblock.models.write_once._view", lambda rows, count: jnp.zeros_like(rows))
     _, wrong = run(scan_write_once)
@@ -129,8 +127,8 @@ def test_only_a_stream_with_a_history_takes_the_write_once_scan():
     assert not holds_history({"a": jnp.ones(SHAPE)})
 
 
-def test_without_a_derivative_it_is_one_plain_scan():
-    """No residual is kept where nothing is differentiated: the jaxpr of a forward pass has one scan."""
+def test_without_a_derivative_it_gives_the_plain_scans_bits():
+    """Where nothing is differentiated the plain scan itself is run."""
     x, (weight, constant, _), (factor, _) = arguments()
     forward = lambda scan: functools.partial(objective, scan)  # noqa: E731
     values = [
