@@ -1,0 +1,41 @@
+"""The `jaxblock` command. Bad input ends in one sentence on stderr and exit code 2."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxblock.cli.arguments import INTERRUPTED, Action, refuse
+from jaxblock.cli.sample import sample
+from jaxblock.cli.train import train
+from jaxblock.contracts import check_choice
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], Action]] = {"train": train, "sample": sample}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code.
+
+    0 done, 2 bad input (nothing was written), 3 training stopped by its own guard, 130/143 interrupted.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name in ("-h", "--help"):
+        print(_overview())
+        return 0
+    try:
+        check_choice("command", name, COMMANDS)
+        act = COMMANDS[name](rest)
+    except ValueError as error:
+        return refuse(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    try:
+        return act()
+    except KeyboardInterrupt:  # a second signal, while the first was being obeyed
+        return INTERRUPTED
+
+
+def _overview() -> str:
+    lines = [f"  {name:8} {command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: jaxblock COMMAND [ARGUMENTS]", "", *lines, "", "jaxblock COMMAND --help tells more."]
+    )
