@@ -43,7 +43,7 @@ def main() -> None:
         "standard_deviation": statistics.stdev(losses) if len(losses) > 1 else None,
         "least": min(losses),
         "most": max(losses),
-        "baseline_trigram_loss": runs[0]["baseline_trigram_loss"],
+        "baseline_loss": runs[0]["baseline_loss"],
         "wall_s": [run["wall_s"] for run in runs],
         "corpus_fingerprint": runs[0]["corpus_fingerprint"],
         "versions": runs[0]["versions"],
@@ -54,7 +54,7 @@ def main() -> None:
     for seed, run in enumerate(runs):
         print(f"seed {seed}: validation loss {run['val_loss']:.4f} nats per byte, {run['wall_s']:.0f} s")
     print(f"band {band['least']:.4f} to {band['most']:.4f}, mean {band['mean']:.4f}")
-    print(f"trigram {band['baseline_trigram_loss']:.4f}; corpus {band['corpus_fingerprint']}")
+    print(f"trigram {band['baseline_loss']:.4f}; corpus {band['corpus_fingerprint']}")
 
 
 if __name__ == "__main__":

@@ -5,16 +5,20 @@ Importing this loads jax, flax and chex, nothing more; `jaxblock.training` bring
 
 from jaxblock import functional, residual
 from jaxblock.config import ExecutionConfig, ModelConfig
-from jaxblock.models import Block, Decoder, generate
+from jaxblock.models import Block, Cache, Decoder, generate, init_cache, prefill, stream
 from jaxblock.version import __version__
 
 __all__ = [
     "Block",
+    "Cache",
     "Decoder",
     "ExecutionConfig",
     "ModelConfig",
     "__version__",
     "functional",
     "generate",
+    "init_cache",
+    "prefill",
     "residual",
+    "stream",
 ]

@@ -10,9 +10,15 @@ import numpy as np
 
 from jaxblock import Decoder, ExecutionConfig
 from jaxblock.training.batches import Batch
-from jaxblock.training.config import LossConfig, OptimizerConfig, RunConfig, TrainConfig
-from jaxblock.training.optimizer import make_optimizer
-from jaxblock.training.step import TrainState, init_state, make_step
+from jaxblock.training.config import (
+    DataConfig,
+    GuardConfig,
+    LossConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
+from jaxblock.training.step import TrainState, first_state, init_state, make_step
 from tests.small import built, config, tokens
 
 
@@ -21,6 +27,8 @@ def training(
     steps: int = 100,
     optimizer: dict[str, Any] | None = None,
     loss: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    guard: dict[str, Any] | None = None,
     execution: ExecutionConfig | None = None,
     **model: Any,
 ) -> TrainConfig:
@@ -30,7 +38,9 @@ def training(
         model=config(**{"depth": 2, **model}),
         execution=execution or ExecutionConfig(),
         optimizer=OptimizerConfig(**{"learning_rate": 0.03, **(optimizer or {})}),
+        data=DataConfig(**{"batch": 2, **(data or {})}),
         loss=LossConfig(**(loss or {})),
+        guard=GuardConfig(**(guard or {})),
     )
 
 
@@ -44,8 +54,7 @@ def batch(*, seed: int = 0, vocab_size: int = 11) -> Batch:
 
 def state_of(run: TrainConfig, params: Any) -> TrainState:
     """Return the state before the first step."""
-    moments = make_optimizer(run.optimizer, run.run.steps).init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, moments, jnp.ones((), bool))
+    return first_state(Bigram(), run, params)
 
 
 def traced_once(step: Callable) -> Callable:

@@ -41,11 +41,11 @@ class SampleCommand:
     seed: Annotated[str, tyro.conf.arg(metavar="INTEGER")] = "0"
     """Another seed, another continuation."""
     json: Flag = False
-    """Print one line of JSON."""
+    """Print one line of JSON, at the end."""
 
 
 def sample(arguments: Sequence[str]) -> Action:
-    """Continue a prompt with a trained run: jaxblock sample RUN --prompt TEXT."""
+    """Continue a prompt with a trained run, printed as it comes: jaxblock sample RUN --prompt TEXT."""
     from jaxblock.training.config_file import parse_literal, parse_override
     from jaxblock.training.sample_run import sample_run
 
@@ -61,7 +61,13 @@ def sample(arguments: Sequence[str]) -> Action:
     result = sample_run(Path(command.run), given, seed=parse_literal(command.seed))
 
     def act() -> int:
-        print(json.dumps(result._asdict()) if command.json else result.prompt + result.text)
+        if command.json:
+            print(json.dumps({"prompt": result.prompt, "text": "".join(result.pieces)}))
+            return 0
+        print(result.prompt, end=result.separator, flush=True)
+        for piece in result.pieces:
+            print(piece, end="", flush=True)
+        print()
         return 0
 
     return act

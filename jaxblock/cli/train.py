@@ -77,7 +77,7 @@ def train(arguments: Sequence[str]) -> Action:
     if command.resume is None:
         folder.create(config)
     else:
-        folder.check_corpus(prepared.corpus)
+        folder.check_data(prepared.task.facts)
 
     def act() -> int:
         keep_freed_memory()
@@ -101,8 +101,8 @@ def _report(run: Path, summary: Mapping[str, Any], sample: str) -> str:
         lines.append(f"saved; continue with: jaxblock train --resume {run}")
     if summary["val_loss"] is not None:
         lines.append(
-            f"validation loss {summary['val_loss']:.4f} nats per token"
-            f" (to beat, a trigram model: {summary['baseline_trigram_loss']:.4f})"
+            f"validation loss {summary['val_loss']:.4f} nats per target"
+            f" (to beat, {summary['baseline']}: {summary['baseline_loss']:.4f})"
         )
     if summary["val_bits_per_byte"] is not None:
         lines.append(f"bits per byte   {summary['val_bits_per_byte']:.4f}")

@@ -12,6 +12,7 @@ from jaxblock.functional.feed_forward import (
     feed_forward,
     gated_feed_forward,
 )
+from jaxblock.functional.kv_cache import slot_positions, target_slots, token_positions, write_slots
 from jaxblock.functional.losses import (
     CrossEntropy,
     LossOptions,
@@ -67,6 +68,10 @@ __all__ = [
     "sample",
     "segment_positions",
     "sinusoidal",
+    "slot_positions",
+    "target_slots",
+    "token_positions",
     "unembed",
     "visibility",
+    "write_slots",
 ]

@@ -18,7 +18,7 @@ from jaxblock.functional.attention_scores import (
     score_dtype,
 )
 from jaxblock.functional.dropout import dropout
-from jaxblock.functional.masks import EVERYONE, AttentionPattern, visibility
+from jaxblock.functional.masks import EVERYONE, AttentionPattern, distances, visibility
 from jaxblock.types import Array
 
 __all__ = ["IMPLEMENTATIONS", "AttentionPattern", "ScoreRule", "attention"]
@@ -41,15 +41,15 @@ def attention(
     q: [B, Q, H, K]; k, v: [B, T, G, K], G = H (MHA), 1 (MQA) or a divisor of H (GQA: query head h reads
     key head h // (H / G)). In this order: scale * q.k accumulated in float32 whatever the input dtype
     (float64 for float64); soft cap; linear bias; mask; softmax in float32; dropout of weights; weighted sum,
-    accumulated in float32. Query i sits at position i + T - Q.
+    accumulated in float32. Query i sits at position i + T - Q, or where the pattern's positions say.
 
     A query with no permitted key gets exactly 0, with zero gradients. Finite numbers in hidden keys and
     values change nothing, bit for bit. NaN or infinity there is not guarded against: a hidden value still
     meets a weight of 0, and 0 * NaN is NaN; overwrite padding with finite numbers if it may hold them.
 
     Raises ValueError for head counts that do not divide, dtypes that differ, masks that are not boolean or
-    do not fit, an unknown implementation, and what 'cudnn' cannot do; AssertionError (chex) for ranks and
-    shapes.
+    do not fit, an unknown implementation, positions where it is not 'xla', and what 'cudnn' cannot do;
+    AssertionError (chex) for ranks and shapes.
     """
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation == "blocked":
@@ -80,7 +80,7 @@ def _attention_xla(
         dots_BGJT.reshape(batch, groups, repeats, queries, keys),
         rule,
         scale=scale_of(rule, width),
-        distance_QT=jnp.arange(queries)[:, None] + (keys - queries) - jnp.arange(keys)[None, :],
+        distance=distances(pattern, queries, keys),
         visible_BHQT=visibility(pattern, queries, keys),
     )
     # The maximum cancels in the quotient below, so it carries no gradient; -inf (an empty row) must not be

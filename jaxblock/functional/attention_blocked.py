@@ -24,7 +24,7 @@ from jaxblock.functional.attention_scores import (
     score_dtype,
 )
 from jaxblock.functional.dropout import dropout
-from jaxblock.functional.masks import EVERYONE, AttentionPattern, cut, reach, visible
+from jaxblock.functional.masks import EVERYONE, AttentionPattern, check_no_positions, cut, reach, visible
 from jaxblock.types import Array
 
 BLOCK_SIZE = 128
@@ -46,9 +46,10 @@ def attention_blocked(
     for the backward pass: q, k, v, the result and one log-sum-exp per query and head. The custom derivative
     has no forward mode (jvp, hessian): use implementation 'xla' there. Dropout folds the dropout key with the
     index of the block pair, so its draw differs from that of 'xla'; the distribution is the same.
-    Raises as `attention` does, and ValueError for a block size below 1.
+    Raises as `attention` does, and ValueError for a block size below 1 and a pattern with explicit positions.
     """
     check_integer("block_size", block_size, least=1)
+    check_no_positions(pattern, "blocked")
     check_attention(q_BQHK, k_BTGK, v_BTGK, pattern, scores)
     return _attend(block_size, q_BQHK, k_BTGK, v_BTGK, pattern, scores)
 
@@ -97,7 +98,7 @@ class _Tiling:
             dots_BGJC.reshape(batch, groups, self.repeats, queries, keys),
             self.rule,
             scale=scale_of(self.rule, self.q_IBGJK.shape[-1]),
-            distance_QT=query_positions[:, None] - key_positions[None, :],
+            distance=query_positions[:, None] - key_positions[None, :],
             visible_BHQT=visible(part, query_positions, key_positions),
         )
         return s_BGRQC.reshape(dots_BGJC.shape)

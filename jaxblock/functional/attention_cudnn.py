@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxblock.functional.attention_scores import PLAIN, ScoreRule, check_attention, scale_of
-from jaxblock.functional.masks import EVERYONE, AttentionPattern, visibility
+from jaxblock.functional.masks import EVERYONE, AttentionPattern, check_no_positions, visibility
 from jaxblock.types import Array
 
 
@@ -23,6 +23,7 @@ def attention_cudnn(
     The causal flag alone, with as many queries as keys, reaches the kernel as a flag; every other pattern
     goes in as a [.., Q, T] mask. Raises ValueError, as `attention` does and for what the kernel cannot do.
     """
+    check_no_positions(pattern, "cudnn")
     check_attention(q_BQHK, k_BTGK, v_BTGK, pattern, scores)
     reason = refusal(q_BQHK, k_BTGK, pattern, scores)
     if reason:

@@ -60,12 +60,13 @@ def finish_scores(
     rule: ScoreRule,
     *,
     scale: float,
-    distance_QT: Array,
+    distance: Array,
     visible_BHQT: Array | None,
 ) -> Array:
     """Return scores [B, G, R, Q, T] from q.k: scale, soft cap, linear bias, hidden keys to -inf, in order.
 
-    distance_QT: query position minus key position. visible_BHQT: boolean [B or 1, H or 1, Q or 1, T] or None.
+    distance: query position minus key position, [Q, T] or [B or 1, Q, T]. visible_BHQT: boolean
+    [B or 1, H or 1, Q or 1, T] or None.
     """
     groups, repeats = dots_BGRQT.shape[1:3]
     s_BGRQT = dots_BGRQT * scale
@@ -73,8 +74,9 @@ def finish_scores(
         s_BGRQT = rule.soft_cap * jnp.tanh(s_BGRQT / rule.soft_cap)
     if rule.alibi_slopes_H is not None:
         slopes = jax.lax.stop_gradient(rule.alibi_slopes_H).astype(s_BGRQT.dtype)
-        distance = jnp.abs(distance_QT).astype(s_BGRQT.dtype)
-        s_BGRQT = s_BGRQT - slopes.reshape(1, groups, repeats, 1, 1) * distance[None, None, None]
+        size = jnp.abs(distance).astype(s_BGRQT.dtype)
+        slopes = slopes.reshape(1, groups, repeats, 1, 1)
+        s_BGRQT = s_BGRQT - slopes * (size[None, None, None] if size.ndim == 2 else size[:, None, None])
     if visible_BHQT is None:
         return s_BGRQT
     batch, heads, queries, keys = visible_BHQT.shape

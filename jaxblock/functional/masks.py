@@ -35,6 +35,9 @@ class AttentionPattern:
     query_segments_BQ, key_segments_BT: [B or 1, Q] and [B or 1, T] integers, given together; a query sees
         keys of its own segment only (packed documents).
     mask: [B or 1, H or 1, Q or 1, T] boolean.
+    query_positions_BQ, key_positions_BT: [B or 1, Q] and [B or 1, T] integers, given together: where queries and
+        keys sit, for causal, window and linear bias, in place of the order of the axes (keys of a cache, which
+        may lie in any order). Only implementation 'xla' takes them.
     Raises ValueError for a static window that is not positive (a side below 0), here; for arrays of a wrong
     shape or dtype when the pattern is used.
     """
@@ -45,6 +48,8 @@ class AttentionPattern:
     query_segments_BQ: Array | None = None
     key_segments_BT: Array | None = None
     mask: Array | None = None
+    query_positions_BQ: Array | None = None
+    key_positions_BT: Array | None = None
     # Kept beside the window, so that a placeholder for it (None, an int, an object) stays a leaf.
     window_is_array: bool = dataclasses.field(init=False, repr=False, default=False)
 
@@ -68,7 +73,8 @@ class AttentionPattern:
 EVERYONE = AttentionPattern()
 """The pattern that hides nothing."""
 
-_LEAVES = ("key_valid_BT", "query_segments_BQ", "key_segments_BT", "mask")
+_PAIRS = (("query_segments_BQ", "key_segments_BT"), ("query_positions_BQ", "key_positions_BT"))
+_LEAVES = ("key_valid_BT", "query_segments_BQ", "key_segments_BT", "mask", *_PAIRS[1])
 
 
 def _flatten(pattern: AttentionPattern) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -126,10 +132,29 @@ def visible(pattern: AttentionPattern, query_positions: Array, key_positions: Ar
 def visibility(pattern: AttentionPattern, queries: int, keys: int) -> Array | None:
     """Return the whole mask [B or 1, H or 1, Q or 1, T]; None when nothing is hidden.
 
-    Query i sits at position i + keys - queries. Raises ValueError as `check_pattern` and `visible` do.
+    Query i sits at position i + keys - queries, or where the pattern says. Raises ValueError as `check_pattern`
+    and `visible` do.
     """
     check_pattern(pattern, queries=queries, keys=keys)
+    if pattern.query_positions_BQ is not None and pattern.key_positions_BT is not None:
+        return visible(pattern, pattern.query_positions_BQ, pattern.key_positions_BT)
     return visible(pattern, jnp.arange(queries) + (keys - queries), jnp.arange(keys))
+
+
+def distances(pattern: AttentionPattern, queries: int, keys: int) -> Array:
+    """Return query position minus key position: [Q, T], or [B or 1, Q, T] where the pattern gives positions."""
+    if pattern.query_positions_BQ is not None and pattern.key_positions_BT is not None:
+        return pattern.query_positions_BQ[:, :, None] - pattern.key_positions_BT[:, None, :]
+    return jnp.arange(queries)[:, None] + (keys - queries) - jnp.arange(keys)[None, :]
+
+
+def check_no_positions(pattern: AttentionPattern, implementation: str) -> None:
+    """Raise ValueError if the pattern gives positions, for an implementation that counts along the axes."""
+    if pattern.query_positions_BQ is not None or pattern.key_positions_BT is not None:
+        raise ValueError(
+            f"implementation {implementation!r} counts positions along the axes and takes no query_positions_BQ or "
+            "key_positions_BT; use implementation='xla'"
+        )
 
 
 def cut(
@@ -148,6 +173,8 @@ def cut(
         query_segments_BQ=take(pattern.query_segments_BQ, 1, query_start, queries),
         key_segments_BT=take(pattern.key_segments_BT, 1, key_start, keys),
         mask=take(take(pattern.mask, 3, key_start, keys), 2, query_start, queries),
+        query_positions_BQ=take(pattern.query_positions_BQ, 1, query_start, queries),
+        key_positions_BT=take(pattern.key_positions_BT, 1, key_start, keys),
     )
 
 
@@ -155,19 +182,21 @@ def check_pattern(
     pattern: AttentionPattern, *, queries: int, keys: int, batch: int | None = None, heads: int | None = None
 ) -> None:
     """Raise ValueError unless every array has an allowed shape and dtype (batch, heads None: any)."""
-    if (pattern.query_segments_BQ is None) != (pattern.key_segments_BT is None):
-        raise ValueError("query_segments_BQ and key_segments_BT go together; one of them is None")
+    for of_queries, of_keys in _PAIRS:
+        x_BQ, x_BT = getattr(pattern, of_queries), getattr(pattern, of_keys)
+        if (x_BQ is None) != (x_BT is None):
+            raise ValueError(f"{of_queries} and {of_keys} go together; one of them is None")
+        _check_shape(of_queries, x_BQ, ((batch, 1), (queries,)))
+        _check_shape(of_keys, x_BT, ((batch, 1), (keys,)))
     _check_shape("key_valid_BT", pattern.key_valid_BT, ((batch, 1), (keys,)))
-    _check_shape("query_segments_BQ", pattern.query_segments_BQ, ((batch, 1), (queries,)))
-    _check_shape("key_segments_BT", pattern.key_segments_BT, ((batch, 1), (keys,)))
     _check_shape("mask", pattern.mask, ((batch, 1), (heads, 1), (queries, 1), (keys,)))
     for name, mask in (("key_valid_BT", pattern.key_valid_BT), ("mask", pattern.mask)):
         if mask is not None:
             check_boolean(name, mask)
-    for name in ("query_segments_BQ", "key_segments_BT"):
-        segments = getattr(pattern, name)
-        if segments is not None and not jnp.issubdtype(segments.dtype, jnp.integer):
-            raise ValueError(f"{name} has dtype {segments.dtype}; segments are integers")
+    for name in (*_PAIRS[0], *_PAIRS[1]):
+        x = getattr(pattern, name)
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} has dtype {x.dtype}; {name.split('_')[1]} are integers")
 
 
 def _check_shape(name: str, x: Array | None, allowed: tuple[tuple[int | None, ...], ...]) -> None:
@@ -177,7 +206,7 @@ def _check_shape(name: str, x: Array | None, allowed: tuple[tuple[int | None, ..
         size in sizes or None in sizes for size, sizes in zip(x.shape, allowed, strict=True)
     )
     if not fits:
-        letters = {"query_segments_BQ": "BQ", "mask": "BHQT"}.get(name, "BT")
+        letters = "BHQT" if name == "mask" else name.rpartition("_")[2]
         axes = [
             " or ".join(letter if size is None else str(size) for size in dict.fromkeys(sizes))
             for letter, sizes in zip(letters, allowed, strict=True)

@@ -1,7 +1,8 @@
 """One vector per sequence from its real tokens: their mean, the first of them, the last of them.
 
-In all three a row without a real token gives 0 with zero gradient, and positions that are not real may hold
-anything, NaN included, without a bit of the result changing. Left and right padding (and holes) are alike.
+In all three a row without a real token, one of no tokens (T = 0) too, gives 0 with zero gradient, and positions
+that are not real may hold anything, NaN included, without a bit of the result changing. Left and right padding
+(and holes) are alike.
 """
 
 import chex
@@ -26,13 +27,13 @@ def masked_mean(x_BTD: Array, valid_BT: Array) -> Array:
 def first_real(x_BTD: Array, valid_BT: Array) -> Array:
     """Return x at the first real token of each row, [B, T, D] -> [B, D]; errors as in `masked_mean`."""
     _check(x_BTD, valid_BT)
-    return _gather(x_BTD, valid_BT, jnp.argmax(valid_BT, axis=1))
+    return _at_real(x_BTD, valid_BT, from_end=False)
 
 
 def last_real(x_BTD: Array, valid_BT: Array) -> Array:
     """Return x at the last real token of each row, [B, T, D] -> [B, D]; errors as in `masked_mean`."""
     _check(x_BTD, valid_BT)
-    return _gather(x_BTD, valid_BT, valid_BT.shape[1] - 1 - jnp.argmax(valid_BT[:, ::-1], axis=1))
+    return _at_real(x_BTD, valid_BT, from_end=True)
 
 
 def _check(x_BTD: Array, valid_BT: Array) -> None:
@@ -42,6 +43,11 @@ def _check(x_BTD: Array, valid_BT: Array) -> None:
     check_boolean("valid_BT", valid_BT)
 
 
-def _gather(x_BTD: Array, valid_BT: Array, index_B: Array) -> Array:
+def _at_real(x_BTD: Array, valid_BT: Array, *, from_end: bool) -> Array:
+    batch, length, width = x_BTD.shape
+    if length == 0:  # argmax has no answer for an empty axis
+        return jnp.zeros((batch, width), x_BTD.dtype)
+    steps_B = jnp.argmax(valid_BT[:, ::-1] if from_end else valid_BT, axis=1)
+    index_B = length - 1 - steps_B if from_end else steps_B
     picked_BD = jnp.take_along_axis(x_BTD, index_B[:, None, None], axis=1)[:, 0]
     return jnp.where(jnp.any(valid_BT, axis=1, keepdims=True), picked_BD, jnp.zeros_like(picked_BD))

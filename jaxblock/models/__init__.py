@@ -1,17 +1,23 @@
 """Blocks, stacks of blocks, and the models made of them."""
 
 from jaxblock.models.block import Block, LayerInputs, layer_inputs
+from jaxblock.models.cache import Cache, cache_limit, init_cache
 from jaxblock.models.decoder import Decoder
-from jaxblock.models.generation import generate
+from jaxblock.models.generation import generate, prefill, stream
 from jaxblock.models.stack import StackInputs, init_blocks, run_blocks
 
 __all__ = [
     "Block",
+    "Cache",
     "Decoder",
     "LayerInputs",
     "StackInputs",
+    "cache_limit",
     "generate",
     "init_blocks",
+    "init_cache",
     "layer_inputs",
+    "prefill",
     "run_blocks",
+    "stream",
 ]

@@ -1,53 +1,315 @@
-"""Continue a prompt: one compiled loop that runs the model on the last `context` tokens and draws the next."""
+"""Continue prompts: read them into a cache, then draw and read one token at a time.
+
+`generate` is one compiled loop, `stream` the same steps a few at a time. What a token sees is everything its row has
+read so far, as far as the cache holds it; how a full one goes on is written at `generate`.
+"""
 
 import functools
+from collections.abc import Iterator
+from typing import NamedTuple, cast
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxblock.contracts import check_integer
 from jaxblock.functional.sampling import SamplingRule, sample
+from jaxblock.models.cache import (
+    Cache,
+    cache_limit,
+    check_cache,
+    check_room,
+    init_cache,
+    is_known,
+    spread_valid,
+    widest_window,
+)
 from jaxblock.models.decoder import Decoder
 from jaxblock.types import Array, Params
 
+PROMPT_CHUNK = 256
+"""Most tokens `generate` and `stream` read at once: scores are [B, H, 256, S + 256], logits [B, 256, V]."""
+PIECE = 8
+"""Tokens that `stream` draws at once: few enough to follow, enough that calling the device costs little."""
 
-@functools.partial(jax.jit, static_argnames=("model", "length", "rule"))
-def generate(
-    model: Decoder, params: Params, prompt_BT: Array, key: Array, *, length: int, rule: SamplingRule
-) -> Array:
-    """Draw `length` tokens after each prompt.
 
-    The model reads at most its `context` last tokens, so a continuation may be longer than the context.
+def prefill(
+    model: Decoder,
+    params: Params,
+    tokens_BT: Array,
+    cache: Cache,
+    *,
+    chunk: int | None = None,
+    valid_BT: Array | None = None,
+) -> tuple[Array, Cache]:
+    """Read tokens into a cache; compiled, once per shape.
 
     Args:
       model: the decoder.
       params: its parameters.
-      prompt_BT: token ids [B, T], T >= 1, every row a prompt of the same length.
+      tokens_BT: token ids [B, T]; they go on where the cache's rows end.
+      cache: from `init_cache`, or what was returned after earlier tokens.
+      chunk: tokens read at once, by a loop: memory grows with it and not with T. Left out: all.
+      valid_BT: boolean, False = padding, wherever it stands; it takes no slot of the cache.
+
+    Returns:
+      The logits [B, padded V] of each row's last real token, float32 (NaN where a row has none), and the cache.
+
+    Raises:
+      ValueError: a chunk below 1; as the decoder does for its cache. AssertionError: ranks and dtypes.
+    """
+    chex.assert_rank(tokens_BT, 2)
+    chex.assert_type(tokens_BT, int)
+    if chunk is not None:
+        check_integer("chunk", chunk, least=1)
+    check_cache(model.config, cache, batch=tokens_BT.shape[0])
+    full_BT = spread_valid(tokens_BT, valid_BT)
+    check_room(model.config, cache, tokens_BT, valid_BT)
+    return _prefill(model, params, tokens_BT, full_BT, cache, chunk=chunk)
+
+
+def generate(
+    model: Decoder,
+    params: Params,
+    prompt_BT: Array,
+    key: Array,
+    *,
+    length: int,
+    rule: SamplingRule,
+    valid_BT: Array | None = None,
+) -> Array:
+    """Draw `length` tokens after each prompt; each row is what it would be alone, were the draws the same.
+
+    A row may grow beyond the context. With a window of at most the context in every block, and positions that come
+    from no table, the cache rolls and nothing else happens: the whole prompt is read, and every token sees its
+    windows. Otherwise the model holds `context` tokens of a row: of a longer prompt the last `context` are read, and
+    when a row that is full is to read one more, its cache is emptied and its last max(1, context // 2) tokens, the
+    new one included, are read into it, at positions from 0. A token thus sees between context // 2 and `context`
+    tokens, itself included; as long as prompt and continuation fit, all of them.
+
+    Args:
+      model: the decoder.
+      params: its parameters.
+      prompt_BT: token ids [B, T], T >= 1.
       key: randomness; one key per token is split from it.
       length: number of new tokens.
       rule: temperature, top-k, top-p; temperature 0 is greedy.
+      valid_BT: boolean [B or 1, T], False = padding, on either side or between; every row needs a real token.
 
     Returns:
       The new tokens, int32 [B, length]; ids that pad the vocabulary are never among them.
+
+    Raises:
+      ValueError: a negative length, a mask that is not boolean or does not fit, a row without a real token (where
+        that can be known). AssertionError: rank and dtype of the prompt.
     """
+    full_BT = _check_prompt(prompt_BT, valid_BT, length)
+    return _generate(model, params, prompt_BT, full_BT, key, length=length, rule=rule)
+
+
+def stream(
+    model: Decoder,
+    params: Params,
+    prompt_BT: Array,
+    key: Array,
+    *,
+    length: int,
+    rule: SamplingRule,
+    valid_BT: Array | None = None,
+) -> Iterator[np.ndarray]:
+    """Return an iterator over the tokens that `generate` returns, int32 [B, n] at a time, as they are drawn.
+
+    First comes one token, as soon as the prompt is read, then at most PIECE at a time. Arguments and errors are those
+    of `generate`; errors come from the call, before the first token is asked for.
+    """
+    full_BT = _check_prompt(prompt_BT, valid_BT, length)
+    return _stream(model, params, prompt_BT, full_BT, key, length=length, rule=rule)
+
+
+class _State(NamedTuple):
+    """What the loop carries from token to token."""
+
+    cache: Cache
+    recent_BR: Array
+    """The last tokens of each row, newest last: the newest is drawn and not read yet."""
+
+
+@functools.partial(jax.jit, static_argnames=("model", "length", "rule"))
+def _generate(
+    model: Decoder,
+    params: Params,
+    prompt_BT: Array,
+    valid_BT: Array,
+    key: Array,
+    *,
+    length: int,
+    rule: SamplingRule,
+) -> Array:
+    if length == 0:
+        return jnp.zeros((prompt_BT.shape[0], 0), jnp.int32)
+    keys = jax.random.split(key, length)
+    state, first_B = _start(model, params, prompt_BT, valid_BT, keys[0], rule=rule)
+    grows = _outgrows(model, prompt_BT.shape[1] + length - 1)
+    _, rest_BT = _advance(model, params, state, keys[1:], rule=rule, grows=grows)
+    return jnp.concatenate([first_B[:, None], rest_BT], axis=1)
+
+
+def _stream(
+    model: Decoder,
+    params: Params,
+    prompt_BT: Array,
+    valid_BT: Array,
+    key: Array,
+    *,
+    length: int,
+    rule: SamplingRule,
+) -> Iterator[np.ndarray]:
+    if length == 0:
+        return
+    keys = jax.random.split(key, length)
+    state, first_B = _start(model, params, prompt_BT, valid_BT, keys[0], rule=rule)
+    yield np.asarray(first_B)[:, None]
+    grows = _outgrows(model, prompt_BT.shape[1] + length - 1)
+    for start in range(1, length, PIECE):
+        # The last piece is drawn whole too, and cut: another length would be another program.
+        indices = np.minimum(np.arange(start, start + PIECE), length - 1)
+        state, piece_BT = _advance(model, params, state, keys[indices], rule=rule, grows=grows)
+        yield np.asarray(piece_BT)[:, : length - start]
+
+
+@functools.partial(jax.jit, static_argnames=("model", "rule"))
+def _start(
+    model: Decoder, params: Params, prompt_BT: Array, valid_BT: Array, key: Array, *, rule: SamplingRule
+) -> tuple[_State, Array]:
+    """Read the prompts and draw each row's first token, [B]."""
+    config = model.config
+    cache = init_cache(config, prompt_BT.shape[0], capacity=_capacity(model))
+    # Real tokens to the right, in their order, so that the last ones are at one place in every row.
+    order_BT = jnp.argsort(valid_BT, axis=1, stable=True)
+    prompt_BT = jnp.take_along_axis(prompt_BT.astype(jnp.int32), order_BT, axis=1)
+    valid_BT = jnp.take_along_axis(valid_BT, order_BT, axis=1)
+    limit, count = cache_limit(config, _capacity(model)), _reread(model)
+    kept = slice(None if limit is None else -limit, None)
+    logits_BV, cache = _read(model, params, prompt_BT[:, kept], valid_BT[:, kept], cache, chunk=PROMPT_CHUNK)
+    token_B = sample(logits_BV[:, : config.vocab_size], key, rule)
+    before_BR = jnp.pad(prompt_BT, ((0, 0), (count, 0)))[:, -count:]
+    return _State(cache, _appended(before_BR, token_B)), token_B
+
+
+@functools.partial(jax.jit, static_argnames=("model", "rule", "grows"))
+def _advance(
+    model: Decoder, params: Params, state: _State, keys: Array, *, rule: SamplingRule, grows: bool
+) -> tuple[_State, Array]:
+    """Read the newest token and draw the next, once per key; return the drawn ones, [B, T].
+
+    grows: whether a row may have to read more tokens than the cache holds.
+    """
+
+    def step(state: _State, key: Array) -> tuple[_State, Array]:
+        cache = _make_room(model, params, state) if grows else state.cache
+        logits_BTV, cache = _apply(model, params, state.recent_BR[:, -1:], cache)
+        token_B = sample(logits_BTV[:, 0, : model.config.vocab_size], key, rule)
+        return _State(cache, _appended(state.recent_BR, token_B)), token_B
+
+    state, tokens_TB = jax.lax.scan(step, state, keys)
+    return state, tokens_TB.T
+
+
+def _make_room(model: Decoder, params: Params, state: _State) -> Cache:
+    """Return the cache, in full rows a new one that has read all recent tokens but the newest."""
+    limit = cache_limit(model.config, _capacity(model))
+    assert limit is not None  # `grows` is False where there is none
+    full_B = state.cache.lengths_B >= limit
+
+    def reread(cache: Cache) -> Cache:
+        fresh = init_cache(model.config, full_B.shape[0], capacity=_capacity(model))
+        old_BT = state.recent_BR[:, :-1]
+        if old_BT.shape[1]:
+            _, fresh = _read(model, params, old_BT, jnp.ones(old_BT.shape, bool), fresh, chunk=PROMPT_CHUNK)
+        full_1B = full_B.reshape(1, -1, 1, 1, 1)
+        return Cache(
+            jnp.where(full_1B, fresh.keys_LBSGK, cache.keys_LBSGK),
+            jnp.where(full_1B, fresh.values_LBSGK, cache.values_LBSGK),
+            jnp.where(full_B, fresh.lengths_B, cache.lengths_B),
+        )
+
+    return jax.lax.cond(jnp.any(full_B), reread, lambda cache: cache, state.cache)
+
+
+_prefill = jax.jit(
+    lambda model, params, tokens_BT, valid_BT, cache, *, chunk: _read(
+        model, params, tokens_BT, valid_BT, cache, chunk=chunk
+    ),
+    static_argnames=("model", "chunk"),
+)
+
+
+def _read(
+    model: Decoder, params: Params, tokens_BT: Array, valid_BT: Array, cache: Cache, *, chunk: int | None
+) -> tuple[Array, Cache]:
+    """Read tokens, `chunk` at a time; return the last real ones' logits [B, padded V], and the cache."""
+    batch, length = tokens_BT.shape
+
+    def read(carry: tuple[Array, Cache], part: tuple[Array, Array]) -> tuple[tuple[Array, Cache], None]:
+        (last_BV, cache), (tokens_BT, valid_BT) = carry, part
+        logits_BTV, cache = _apply(model, params, tokens_BT, cache, valid_BT)
+        # The index of the last True of each row; any index where there is none.
+        index_B = valid_BT.shape[1] - 1 - jnp.argmax(valid_BT[:, ::-1], axis=1)
+        logits_BV = jnp.take_along_axis(logits_BTV, index_B[:, None, None], axis=1)[:, 0]
+        return (jnp.where(valid_BT.any(axis=1, keepdims=True), logits_BV, last_BV), cache), None
+
+    start = (jnp.full((batch, model.config.padded_vocab_size), jnp.nan, jnp.float32), cache)
+    if length == 0:
+        return start
+    if chunk is None or length <= chunk:
+        return read(start, (tokens_BT, valid_BT))[0]
+    extra = -length % chunk  # padding takes no slot
+
+    def cut(x_BT: Array) -> Array:
+        return jnp.pad(x_BT, ((0, 0), (0, extra))).reshape(batch, -1, chunk).swapaxes(0, 1)
+
+    return jax.lax.scan(read, start, (cut(tokens_BT), cut(valid_BT)))[0]
+
+
+def _apply(
+    model: Decoder, params: Params, tokens_BT: Array, cache: Cache, valid_BT: Array | None = None
+) -> tuple[Array, Cache]:
+    """Return the logits [B, T, padded V] and the cache after these tokens."""
+    made = model.apply({"params": params}, tokens_BT, valid_BT=valid_BT, cache=cache)
+    return cast(tuple[Array, Cache], made)
+
+
+def _check_prompt(prompt_BT: Array, valid_BT: Array | None, length: int) -> Array:
+    """Check what `generate` and `stream` are given; return the mask of real tokens, [B, T]."""
     chex.assert_rank(prompt_BT, 2)
+    chex.assert_type(prompt_BT, int)
     chex.assert_axis_dimension_gt(prompt_BT, 1, 0)
-    context = model.config.context
-    prompt_BT = prompt_BT[:, -context:].astype(jnp.int32)
-    count = prompt_BT.shape[1]
-    buffer_BT = jnp.pad(prompt_BT, ((0, 0), (0, context - count)))
+    check_integer("length", length, least=0)
+    full_BT = spread_valid(prompt_BT, valid_BT)
+    if is_known(full_BT):
+        empty = np.flatnonzero(~np.asarray(full_BT).any(axis=1))
+        if empty.size:
+            raise ValueError(f"row {empty[0]} of valid_BT has no real token; there is nothing to continue")
+    return full_BT
 
-    def step(carry: tuple[Array, Array], key: Array) -> tuple[tuple[Array, Array], Array]:
-        # Tokens lie left-aligned; what follows the last one is not read, since attention is causal.
-        buffer_BT, count = carry
-        logits_BTV = model.apply({"params": params}, buffer_BT)
-        logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, count - 1, axis=1, keepdims=False)
-        token_B = sample(logits_BV[:, : model.config.vocab_size], key, rule)
-        full = count == context
-        buffer_BT = jnp.where(full, jnp.roll(buffer_BT, -1, axis=1), buffer_BT)
-        count = jnp.minimum(count + 1, context)
-        return (buffer_BT.at[:, count - 1].set(token_B), count), token_B
 
-    start = (buffer_BT, jnp.asarray(count, jnp.int32))
-    _, tokens_TB = jax.lax.scan(step, start, jax.random.split(key, length))
-    return tokens_TB.T
+def _capacity(model: Decoder) -> int:
+    """Return how many slots a continuation needs: the largest window where the cache can roll, or the context."""
+    window = widest_window(model.config)
+    return model.config.context if window is None else min(window, model.config.context)
+
+
+def _outgrows(model: Decoder, tokens: int) -> bool:
+    """Return whether a row of so many tokens does not fit the cache."""
+    limit = cache_limit(model.config, _capacity(model))
+    return limit is not None and tokens > limit
+
+
+def _reread(model: Decoder) -> int:
+    """Return how many tokens, the newest included, a row goes on with when its cache is full."""
+    return max(1, model.config.context // 2)
+
+
+def _appended(recent_BR: Array, token_B: Array) -> Array:
+    return jnp.concatenate([recent_BR[:, 1:], token_B[:, None]], axis=1)

@@ -16,6 +16,7 @@ from jaxblock.contracts import check_integer
 from jaxblock.models.block import LayerInputs
 from jaxblock.models.write_once import Step, holds_history, scan_group, scan_plain, scan_write_once
 from jaxblock.modules import AttentionInputs
+from jaxblock.modules.attention import CACHE
 from jaxblock.residual.combinator import check_same_stream
 from jaxblock.residual.contract import Groups
 from jaxblock.residual.place import COLLECTION as PLACE
@@ -39,6 +40,8 @@ class StackInputs(NamedTuple):
     """Parameters that belong to no layer; closed over, never carried."""
     groups: Groups | None = None
     """How blocks are grouped; None = each may add to a history."""
+    cache: Any = None
+    """The blocks' collection "cache", every leaf [L, ...]: scanned, and only read; None = no decoding."""
 
 
 def init_blocks(block: nn.Module, key: Array, stream: Stream, inputs: StackInputs, *, depth: int) -> Params:
@@ -75,7 +78,7 @@ def run_blocks(
       inputs: what the blocks read besides.
       dropout_key: split into one key per layer; None = no dropout.
       execution: scan_unroll, remat and history; the result is the same, to round-off, for all of them.
-      collect: collections the blocks may write to, such as "intermediates".
+      collect: collections the blocks may write to, such as "intermediates" ("written" is where new keys go).
 
     Returns:
       The stream after the last block, and what was collected, every leaf [L, ...].
@@ -85,8 +88,10 @@ def run_blocks(
     keys = None if dropout_key is None else jax.random.split(dropout_key, depth)
 
     def step(stream: Stream, scanned: tuple, closed: tuple) -> tuple[Stream, dict[str, Any]]:
-        (layer_params, layer, key, ahead), (attention, shared) = scanned, closed
+        (layer_params, layer, key, ahead, cache), (attention, shared) = scanned, closed
         variables = {"params": layer_params, PLACE: _place(layer, shared, ahead)}
+        if cache is not None:
+            variables[CACHE] = cache
         rngs = {} if key is None else {"dropout": key}
         made = block.apply(variables, stream, attention, layer, rngs=rngs, mutable=list(collect))
         return cast(tuple[Stream, dict[str, Any]], made)
@@ -98,7 +103,8 @@ def run_blocks(
     # Op by op, for debugging, every step's derivative is a new object that no scan can stack.
     op_by_op = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
     scan = scan_write_once if write_once and not op_by_op else scan_plain
-    scanned, closed = (params, inputs.layers, keys, None), (inputs.attention, inputs.shared)
+    scanned = (params, inputs.layers, keys, None, inputs.cache)
+    closed = (inputs.attention, inputs.shared)
     if inputs.groups is None:
         return scan(step, stream, scanned, closed, unroll=unroll)
     return _run_groups(scan, step, stream, scanned, closed, groups=inputs.groups, unroll=unroll)
@@ -120,8 +126,8 @@ def _run_groups(
     whole = depth // groups.blocks * groups.blocks
 
     def run_group(stream: Stream, scanned: tuple, closed: tuple) -> tuple[Stream, dict[str, Any]]:
-        params, layers, keys, _ = scanned
-        told = (params, layers, keys, groups.before(stream, params))
+        params, layers, keys, _, cache = scanned
+        told = (params, layers, keys, groups.before(stream, params), cache)
         size = jax.tree.leaves(params)[0].shape[0]
         stream, outputs = scan_group(step, stream, told, closed, unroll=min(unroll, size))
         after = groups.after(stream)

@@ -40,17 +40,23 @@ class PositionTable(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, positions_BT: Array) -> Array:
+    def __call__(self, positions_BT: Array, *, limit: int | None = None) -> Array:
         """Return position vectors, [B or 1, T] -> [B or 1, T, D] in the stream's dtype.
+
+        Args:
+          positions_BT: integers.
+          limit: what they lie below, however many they are (positions in a cache). Left out: their number T.
 
         Raises:
           ValueError: more positions than the learned table has rows.
         """
         config = self.config
         if config.position_choice.name == "sinusoidal":
-            table = sinusoidal(max(config.context, positions_BT.shape[-1]), config.width)
+            table = sinusoidal(max(config.context, limit or positions_BT.shape[-1]), config.width)
         else:
             init = kernel_init(config, "position", fan_in=config.width)
             shape = (config.context, config.width)
             table = self.param("table", init, shape, jnp.dtype(config.param_dtype))
+        if limit is not None:  # as single positions: padding may make the row longer than the table
+            return learned(table, positions_BT[..., None])[..., 0, :].astype(config.stream_dtype)
         return learned(table, positions_BT).astype(config.stream_dtype)

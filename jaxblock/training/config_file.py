@@ -90,7 +90,7 @@ def build_config(values: Mapping[str, Any], overrides: Mapping[str, Any] | None 
       ValueError: an unknown key, a missing one, a wrong type or a value that is not allowed.
     """
     _check_keys(values)
-    merged = TrainConfig().model_dump()
+    merged = TrainConfig().values()
     for section, entries in values.items():
         merged[section] = entries
     for path, value in (overrides or {}).items():
@@ -115,7 +115,7 @@ def write_config(config: TrainConfig, path: Path) -> None:
 
 def differences(ours: TrainConfig, theirs: TrainConfig) -> list[str]:
     """Return "section.field: ours, theirs" for every field in which two configs differ."""
-    left, right = ours.model_dump(), theirs.model_dump()
+    left, right = ours.values(), theirs.values()
     return [
         f"{field.path}: {left[field.section][field.name]!r}, {right[field.section][field.name]!r}"
         for field in fields()

@@ -6,17 +6,22 @@
 | a file | its bytes, never decoded | one |
 | a `.jsonl` file | the UTF-8 bytes of each line's "text" | one a line |
 | a folder | its text and `.jsonl` files, recursively, without hidden, binary and empty ones | as above |
-| a `.bin` file, or a folder with `.bin` files directly in it | uint16 ids, memory-mapped | one a shard |
+| a `.bin` file, or a folder with `.bin` files directly in it | its ids, memory-mapped | one a shard, or by separator |
+| a folder of `jaxblock tokenize` | the same | what ends in its end of text |
 
 The split: one file gives its tail to validation; several text files are split by file, in the order of a hash
 of their paths below the folder, so the split is the same wherever the folder lies and however it is listed;
 shards with "val" in their name are validation.
+
+A separator (an end of text) belongs to the document before it, which so learns to end; the token behind it starts
+the next one. In shards where the separator *starts* a document (llm.c, 50256 of GPT-2) the very first document is
+that one token alone, and each text is followed by the separator of the next. Where a separator is known, the edge
+of a shard is no seam: documents run on from shard to shard.
 """
 
+import functools
 import hashlib
 import os
-import platform
-import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,37 +29,67 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxblock.contracts import check_integer, nearest
+from jaxblock.contracts import check_integer
+from jaxblock.training.shards import TokenFolder, read_shard, read_token_folder
 from jaxblock.training.token_files import (
+    TextFiles,
     TokenFile,
-    find_files,
-    is_binary,
-    is_hidden,
+    find_shards,
+    find_texts,
+    no_text,
+    note_skipped,
     read_jsonl,
-    read_shard,
     read_text,
     readable,
-    relative_name,
 )
+from jaxblock.training.tokenizers import BYTE_VALUES, BYTES, Tokenizer, has_library, restore_tokenizer
 
-BYTE_VALUES = 256
-_NOT_SOURCE = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 _SAMPLED_BYTES = 64 * 2**20
 _SAMPLED_BLOCKS, _BLOCK_TOKENS = 64, 2**15
+_SCAN_TOKENS = 2**20
 
 
 class TokenStream:
     """Tokens of one or several arrays read as one, with the places where documents begin.
 
-    `starts` holds the int64 offset of each document (default: each array is one); the first is 0. Offsets are
-    64-bit throughout, and arrays may be memory-mapped: only what is read is loaded.
+    Either `starts` holds the int64 offset of each document (default: each array is one), the first 0; or a document
+    begins at 0 and behind every `separator`. Offsets are 64-bit throughout, and arrays may be memory-mapped: only
+    what is read is loaded, separators are looked for in the span that is asked for.
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray], starts: np.ndarray | None = None):
+    def __init__(
+        self, arrays: Sequence[np.ndarray], starts: np.ndarray | None = None, *, separator: int | None = None
+    ):
+        if starts is not None and separator is not None:
+            raise ValueError("a stream takes starts or a separator, not both")
         self._arrays = tuple(array for array in arrays if len(array))
         self._ends = np.cumsum([len(array) for array in self._arrays], dtype=np.int64)
         begins = self._ends - np.array([len(array) for array in self._arrays], np.int64)
-        self.starts: np.ndarray = begins if starts is None else np.asarray(starts, np.int64)
+        self._starts = begins if starts is None else np.asarray(starts, np.int64)
+        self.separator = separator
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """The int64 offset of each document; with a separator, one pass over all tokens, in chunks, finds them."""
+        if self.separator is None:
+            return self._starts
+        found = [np.flatnonzero(self._ends_document(*span)) + span[0] + 1 for span in self._chunks()]
+        first = np.zeros(min(1, len(self)), np.int64)
+        return np.concatenate([first, *(part for part in found)], dtype=np.int64)
+
+    def has_targets(self) -> bool:
+        """Return whether some document has two tokens, so that inside documents there is something to predict."""
+        if self.separator is None:
+            return bool(np.any(np.diff(self._starts, append=len(self)) >= 2))
+        return any(not self._ends_document(*span).all() for span in self._chunks())
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        """Yield (start, count) spans of all tokens but the last: nothing begins behind that one."""
+        last = len(self) - 1
+        return ((start, min(_SCAN_TOKENS, last - start)) for start in range(0, last, _SCAN_TOKENS))
+
+    def _ends_document(self, start: int, count: int) -> np.ndarray:
+        return self.read(start, count) == self.separator
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -77,9 +112,12 @@ class TokenStream:
     def segments(self, start: int, count: int) -> np.ndarray:
         """Return int32 [count]: 1 for the document that `start` lies in, one more after each seam."""
         self._check_span(start, count)
+        if self.separator is not None:
+            ends = np.cumsum(self._ends_document(start, count), dtype=np.int32)
+            return np.concatenate([np.zeros(1, np.int32), ends])[:count] + np.int32(1)
         positions = start + np.arange(count, dtype=np.int64)
-        before = np.searchsorted(self.starts, start, side="right")
-        return (np.searchsorted(self.starts, positions, side="right") - before + 1).astype(np.int32)
+        before = np.searchsorted(self._starts, start, side="right")
+        return (np.searchsorted(self._starts, positions, side="right") - before + 1).astype(np.int32)
 
     def _check_span(self, start: int, count: int) -> None:
         if start < 0 or count < 0 or start + count > len(self):
@@ -95,7 +133,9 @@ class Corpus:
     `fingerprint` names the data: 16 hex digits of a sha256 over the names, sizes and contents of both streams
     (of a `.bin` shard above 64 MiB: its size and 64 blocks of 64 KiB, evenly spaced). `source` is a sentence
     for people, `notes` are sentences about what was left out. Bits per byte are
-    loss / ln 2 / bytes_per_token; None where the bytes behind a token are unknown (`.bin` shards).
+    loss / ln 2 / bytes_per_token; None where the bytes behind a token are unknown (`.bin` shards without a
+    `tokens.json`; with one it is the ratio of their validation split, of which a part may be used).
+    `tokenizer` turns ids back into text: bytes for text, None where it is unknown or its library is missing.
     """
 
     train: TokenStream
@@ -104,6 +144,7 @@ class Corpus:
     source: str
     notes: tuple[str, ...]
     bytes_per_token: float | None
+    tokenizer: Tokenizer | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,40 +154,48 @@ class _Source:
     words: str
     files: list[TokenFile]
     notes: tuple[str, ...]
-    bytes_per_token: float | None
+    bytes_per_token: float | None = None
+    tokenizer: Tokenizer | None = None
+    separator: int | None = None
+    is_text: bool = False
 
 
 def load_corpus(
-    path: Path | None, *, vocab_size: int, context: int, validation_tokens: int = 262_144
+    path: Path | None,
+    *,
+    vocab_size: int,
+    context: int,
+    validation_tokens: int = 262_144,
+    separator: int | None = None,
 ) -> Corpus:
     """Load the tokens at `path` (the standard library's source for None) and split them.
 
     Validation holds min(validation_tokens, 10 % of all tokens), or at most validation_tokens of the shards
-    named "val". Each split must hold at least context + 1 tokens. Documents are joined without a separator.
+    named "val". Each split must hold at least context + 1 tokens. Texts are joined without a separator;
+    `separator` is the id that ends a document inside `.bin` shards, where it is not known from a `tokens.json`.
 
     Raises ValueError, in one sentence, for everything that is wrong with the path, the files or the sizes.
     """
     check_integer("vocab_size", vocab_size, least=1)
     check_integer("context", context, least=1)
     check_integer("data.validation_tokens", validation_tokens, least=1)
-    source = _read_standard_library() if path is None else _read_path(path, vocab_size=vocab_size)
-    if source.bytes_per_token is not None and vocab_size < BYTE_VALUES:
-        raise ValueError(
-            f"vocab_size is {vocab_size}; it must be at least {BYTE_VALUES} for the bytes of {source.words}"
-        )
+    if separator is not None:
+        check_integer("data.separator", separator, least=0, most=vocab_size - 1)
+    source = _read_source(path, vocab_size=vocab_size, separator=separator)
     train, validation = _split(source, validation_tokens)
     total = sum(map(len, source.files))
     for split, held in (("train", train), ("validation", validation)):
         _check_length(split, sum(map(len, held)), total=total, context=context, words=source.words)
-    unit = "tokens" if source.bytes_per_token is None else "bytes as tokens"
+    unit = "bytes as tokens" if source.is_text else "tokens"
     files = "1 file" if len(source.files) == 1 else f"{len(source.files):,} files"
     return Corpus(
-        train=_join(train),
-        validation=_join(validation),
+        train=_join(train, source.separator),
+        validation=_join(validation, source.separator),
         fingerprint=_fingerprint(train, validation),
         source=f"{source.words}: {total:,} {unit} in {files}",
         notes=source.notes,
         bytes_per_token=source.bytes_per_token,
+        tokenizer=source.tokenizer,
     )
 
 
@@ -158,89 +207,64 @@ def _check_length(split: str, tokens: int, *, total: int, context: int, words: s
         )
 
 
-def _read_standard_library() -> _Source:
-    folder = Path(sysconfig.get_path("stdlib"))
-    missing = ValueError(
-        f"the standard library of this Python has no .py sources in {folder}: name a text file or a folder "
-        f"with --data.path"
-    )
-    if not folder.is_dir():
-        raise missing
-    paths, _ = find_files(folder, without=_NOT_SOURCE)
-    files, notes = _read_texts(folder, [path for path in paths if _is_portable_source(path)])
-    if not files:
-        raise missing
-    return _Source(f"the standard library of Python {platform.python_version()}", files, notes, 1.0)
+def _read_source(path: Path | None, *, vocab_size: int, separator: int | None) -> _Source:
+    folder = None if path is None else read_token_folder(path)
+    if path is not None and folder is not None:
+        return _read_token_folder(path, folder, vocab_size=vocab_size, separator=separator)
+    shards = [] if path is None else find_shards(path)
+    if path is not None and shards:
+        files = [read_shard(shard, shard.name, vocab_size=vocab_size) for shard in shards]
+        return _Source(str(path), files, _beside(path, len(shards)), separator=separator)
+    source = _read_texts(find_texts(path))
+    if separator is not None:
+        raise ValueError(
+            f"data.separator is {separator}, but {source.words} is text, whose documents are known: leave it out"
+        )
+    if vocab_size < BYTE_VALUES:
+        raise ValueError(
+            f"vocab_size is {vocab_size}; it must be at least {BYTE_VALUES} for the bytes of {source.words}"
+        )
+    return source
 
 
-def _is_portable_source(path: Path) -> bool:
-    """Whether a file is the same on every machine with this Python: no build records."""
-    generated = path.name.startswith("_sysconfigdata") or path.parent.name.startswith("config-")
-    return path.suffix == ".py" and not generated
+def _read_token_folder(path: Path, folder: TokenFolder, *, vocab_size: int, separator: int | None) -> _Source:
+    name, end_of_text = folder.tokenizer["name"], folder.tokenizer["end_of_text"]
+    if vocab_size < folder.tokenizer["vocab_size"]:
+        raise ValueError(
+            f"vocab_size is {vocab_size}; it must be at least {folder.tokenizer['vocab_size']} for the tokenizer "
+            f"{name!r} of {path}"
+        )
+    if separator is not None and separator != end_of_text:
+        raise ValueError(
+            f"data.separator is {separator}, but the end of text in {path} is {end_of_text}: leave it out"
+        )
+    files = folder.open(path)
+    notes = _beside(path, len(files) + 1 + (folder.tokenizer["file"] is not None))
+    readable_here = folder.tokenizer["file"] is None or has_library()
+    if not readable_here:
+        notes += (f'Ids stay ids: the tokenizer {name!r} needs pip install "jaxblock[hf]".',)
+    tokenizer = restore_tokenizer(folder.tokenizer, path) if readable_here else None
+    return _Source(str(path), files, notes, folder.bytes_per_token, tokenizer, end_of_text)
 
 
-def _read_path(path: Path, *, vocab_size: int) -> _Source:
+def _beside(path: Path, known: int) -> tuple[str, ...]:
+    """Return a note about what lies in a folder of shards beside `known` files."""
     with readable(path):
-        if not path.exists():
-            siblings = os.listdir(path.parent) if path.parent.is_dir() else []
-            raise ValueError(f"data.path {path} does not exist{nearest(path.name, siblings)}")
-        if path.is_dir():
-            entries = [entry for entry in sorted(path.iterdir()) if not is_hidden(entry.name)]
-            shards = [entry for entry in entries if _is_shard(entry) and entry.is_file()]
-            return _read_shards(path, shards, vocab_size) if shards else _read_folder(path)
-        if not path.is_file():
-            raise ValueError(f"data.path {path} is neither a file nor a folder")
-    if _is_shard(path):
-        return _read_shards(path, [path], vocab_size)
-    files, _ = _read_texts(path.parent, [path])
-    if not files:
-        raise ValueError(f"data.path {path} is empty: it holds no tokens")
-    return _Source(str(path), files, (), 1.0)
+        others = len(list(path.iterdir())) - known if path.is_dir() else 0
+    return note_skipped(Counter({"files or folders beside the .bin shards": others}))
 
 
-def _is_shard(path: Path) -> bool:
-    return path.suffix.lower() == ".bin"
-
-
-def _read_shards(path: Path, shards: list[Path], vocab_size: int) -> _Source:
-    files = [read_shard(shard, shard.name, vocab_size=vocab_size) for shard in shards]
-    skipped: Counter[str] = Counter()
-    if path.is_dir():
-        with readable(path):
-            skipped["files or folders beside the .bin shards"] = len(list(path.iterdir())) - len(shards)
-    return _Source(str(path), files, _notes(skipped), None)
-
-
-def _read_folder(folder: Path) -> _Source:
-    paths, skipped = find_files(folder)
-    texts = []
-    for path in paths:
-        if _is_shard(path):
-            skipped[".bin files (shards are read when they lie directly in data.path)"] += 1
-        elif is_binary(path):
-            skipped["binary files (a NUL byte in the first 8 KiB)"] += 1
-        else:
-            texts.append(path)
-    files, notes = _read_texts(folder, texts)
-    notes = (*notes, *_notes(skipped))
-    if not files:
-        reasons = f" ({' '.join(notes)})" if notes else ""
-        raise ValueError(f"data.path {folder} holds no file with text{reasons}")
-    return _Source(str(folder), files, notes, 1.0)
-
-
-def _read_texts(folder: Path, paths: list[Path]) -> tuple[list[TokenFile], tuple[str, ...]]:
-    """Read text and `.jsonl` files; return the non-empty ones and a note about the rest."""
+def _read_texts(texts: TextFiles) -> _Source:
+    """Read text and `.jsonl` files; what is empty is left out with a note."""
     files = []
-    for path in paths:
+    for name, path in texts.files:
         read = read_jsonl if path.suffix.lower() == ".jsonl" else read_text
-        files.append(read(path, relative_name(path, folder)))
+        files.append(read(path, name))
     kept = [file for file in files if len(file)]
-    return kept, _notes(Counter({"empty files": len(files) - len(kept)}))
-
-
-def _notes(skipped: Counter[str]) -> tuple[str, ...]:
-    return tuple(f"Skipped {count:,} {what}." for what, count in sorted(skipped.items()) if count)
+    notes = note_skipped(Counter({"empty files": len(files) - len(kept)})) + texts.notes
+    if not kept:
+        raise ValueError(no_text(f"data.path {texts.words}", notes))
+    return _Source(texts.words, kept, notes, 1.0, BYTES, is_text=True)
 
 
 def _split(source: _Source, validation_tokens: int) -> tuple[list[TokenFile], list[TokenFile]]:
@@ -248,7 +272,7 @@ def _split(source: _Source, validation_tokens: int) -> tuple[list[TokenFile], li
     total = sum(map(len, source.files))
     wanted = min(validation_tokens, max(1, total // 10))
     if len(source.files) > 1:
-        if source.bytes_per_token is not None:
+        if source.is_text:
             return _split_by_file(source.files, wanted)
         named = [file for file in source.files if "val" in file.name.lower()]
         if named:
@@ -285,10 +309,13 @@ def _span(files: Sequence[TokenFile], start: int, stop: int) -> list[TokenFile]:
     return pieces
 
 
-def _join(files: Sequence[TokenFile]) -> TokenStream:
-    begins = np.cumsum([0, *(len(file) for file in files)], dtype=np.int64)
+def _join(files: Sequence[TokenFile], separator: int | None) -> TokenStream:
+    arrays = [file.tokens for file in files]
+    if separator is not None:
+        return TokenStream(arrays, separator=separator)
+    begins = np.cumsum([0, *map(len, files)], dtype=np.int64)
     starts = [file.starts + begin for file, begin in zip(files, begins[:-1], strict=True)]
-    return TokenStream([file.tokens for file in files], np.concatenate(starts))
+    return TokenStream(arrays, np.concatenate(starts))
 
 
 def _fingerprint(train: Sequence[TokenFile], validation: Sequence[TokenFile]) -> str:

@@ -1,4 +1,4 @@
-"""A run from start to summary: data, compile, steps, evaluations, checkpoints, figures, sample.
+"""A run from start to summary: data, compile, steps, evaluations, checkpoints, bad steps answered, figures, sample.
 
 Everything that can be refused has been, by `prepare`, before the run's folder exists.
 """
@@ -6,26 +6,29 @@ Everything that can be refused has been, by `prepare`, before the run's folder e
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
-from jaxblock.functional.losses import CrossEntropy
-from jaxblock.training.baseline import trigram_baseline
-from jaxblock.training.batches import Batch
+from jaxblock.training.bad_steps import BadStep, answer_of, bad_step_row, locate
 from jaxblock.training.checkpoint import Checkpoints, count_parameters
+from jaxblock.training.guard import GOOD, NAMES, pass_over
 from jaxblock.training.interrupts import Interrupts
 from jaxblock.training.optimizer import decay_table
-from jaxblock.training.prepare import Prepared, run_keys
+from jaxblock.training.prepare import Prepared, init_state, run_keys
 from jaxblock.training.progress import Progress
-from jaxblock.training.run_folder import RunFolder
-from jaxblock.training.step import Step, StepMetrics, TrainState, init_state, make_evaluation, make_step
+from jaxblock.training.run_folder import RunFolder, finite_or_none
+from jaxblock.training.saved_state import parts_of, state_of
+from jaxblock.training.step import Step, StepMetrics, TrainState, averaged_weights, first_state, make_step
 from jaxblock.training.summary import finish_run
-from jaxblock.types import Array, Params
+from jaxblock.training.task import Baseline, evaluate
+from jaxblock.training.watch import Watch
+from jaxblock.types import Array
 
-EXIT_DONE, EXIT_NON_FINITE = 0, 3
+EXIT_DONE, EXIT_GUARD = 0, 3
 
 
 def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
@@ -33,155 +36,272 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
 
     Args:
       prepared: from `prepare`.
-      folder: the run's, made by `RunFolder.create` with an equal config; its newest checkpoint is continued.
+      folder: the run's, made by `RunFolder.create` with an equal config; its newest whole checkpoint is continued.
 
     Returns:
-      The exit code (0 done, 3 non-finite, 130 or 143 interrupted) and the summary.
+      The exit code (0 done, 3 stopped by the guard, 130 or 143 interrupted) and the summary.
     """
     start = time.perf_counter()
-    config, corpus = prepared.config, prepared.corpus
-    keys = run_keys(config.run.seed)
-    with folder.locked(), Checkpoints(folder.checkpoints) as checkpoints, Interrupts() as interrupts:
-        state = _first_state(prepared, keys.init, checkpoints)
-        done, parameters = int(state.step), count_parameters(state.params)
-        folder.start_metrics(config, corpus, after=done)
-        with Progress(steps=config.run.steps, done=done) as progress:
-            baseline = trigram_baseline(corpus.train, corpus.validation, config.model.vocab_size)
-            for line in (
-                corpus.source,
-                *corpus.notes,
-                *decay_table(state.params, prepared.model.labels).split("\n"),
-            ):
+    config, task = prepared.config, prepared.task
+    with (
+        folder.locked(),
+        Checkpoints(folder.checkpoints, config.checkpoint) as checkpoints,
+        Interrupts() as interrupts,
+    ):
+        begun = _begin(prepared, checkpoints)
+        done, parameters = int(begun.state.step), count_parameters(begun.state.params)
+        folder.start_metrics(config, task.facts, after=done, skipped=int(begun.state.skipped))
+        baseline = task.baseline()
+        with (
+            Watch(config, folder, baseline=baseline.loss) as watch,
+            Progress(steps=config.run.steps, done=done) as progress,
+        ):
+            for line in _opening(prepared, begun, parameters, baseline):
                 progress.say(line)
-            progress.say(
-                f"{parameters:,} parameters; to beat: a trigram model, {baseline.loss:.4f} nats per token"
-            )
-            if done:
-                progress.say(f"continues after step {done}")
-            loop = _Loop(prepared, folder, checkpoints, progress)
-            state = loop.run(state, keys.dropout, interrupts)
-        code = EXIT_NON_FINITE if loop.non_finite_step is not None else interrupts.exit_code
+            loop = _Loop(prepared, folder, _Outlets(checkpoints, progress, watch))
+            state = loop.run(begun.state, begun.key, interrupts)
+            notes = [*begun.notes, *watch.notes]
+        code = EXIT_GUARD if loop.stopped_by is not None else interrupts.exit_code
         facts = {
-            "status": {EXIT_DONE: "done", EXIT_NON_FINITE: "non_finite"}.get(code, "interrupted"),
+            "status": loop.stopped_by or {EXIT_DONE: "done"}.get(code, "interrupted"),
             "steps": int(state.step),
-            "non_finite_step": loop.non_finite_step,
-            "baseline_trigram_loss": baseline.loss,
-            "tokens_per_s": loop.tokens_per_s,
-            "compile_s": loop.compile_s,
+            "skipped_batches": int(state.skipped),
+            "bad_step": loop.bad_step,
+            "baseline_loss": baseline.loss,
+            "baseline": baseline.words,
+            **loop.seconds.report(),
             "params": parameters,
+            "notes": notes,
         }
-        summary = finish_run(prepared, folder, state.params, facts, started=start)
+        summary = finish_run(prepared, folder, state, facts, started=start)
     return code, summary
 
 
-def _first_state(prepared: Prepared, key: Array, checkpoints: Checkpoints) -> TrainState:
-    """Return the newest saved state, or initial values where there is none."""
-    init = functools.partial(init_state, prepared.model, prepared.config)
-    saved = checkpoints.latest()
-    if saved is not None:
-        return checkpoints.restore(saved, jax.eval_shape(init, key))
+class _Begun(NamedTuple):
+    """Where a run begins or goes on."""
+
+    state: TrainState
+    key: Array
+    notes: list[str]
+
+
+class _Outlets(NamedTuple):
+    """Where a loop's results go besides the folder."""
+
+    checkpoints: Checkpoints
+    progress: Progress
+    watch: Watch
+
+
+def _begin(prepared: Prepared, checkpoints: Checkpoints) -> _Begun:
+    """Return the newest saved state that is whole, or initial values where there is none."""
+    config, keys = prepared.config, run_keys(prepared.config.run.seed)
+    init = functools.partial(init_state, prepared.task, config)
+    like = jax.eval_shape(init, keys.init)
+    step, parts, notes = checkpoints.newest_whole(parts_of(like, keys.dropout))
+    if step is not None and parts is not None:
+        state, key = state_of(parts, like)
+        return _Begun(state, key, notes)
+    if prepared.weights is not None:
+        return _Begun(first_state(prepared.task.model, config, prepared.weights), keys.dropout, notes)
     # It runs once: on CPU, optimizing the random draws takes many times longer than drawing.
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    return jax.jit(init, compiler_options=options)(key)
+    return _Begun(jax.jit(init, compiler_options=options)(keys.init), keys.dropout, notes)
+
+
+def _opening(prepared: Prepared, begun: _Begun, parameters: int, baseline: Baseline) -> Iterator[str]:
+    """Yield the lines a run starts with."""
+    yield from prepared.task.words
+    yield from decay_table(begun.state.params, prepared.task.model.labels).split("\n")
+    yield f"{parameters:,} parameters; to beat: {baseline.words}, {baseline.loss:.4f} nats per target"
+    yield from begun.notes
+    if int(begun.state.step):
+        yield f"continues after step {int(begun.state.step)}"
+    elif prepared.weights is not None:
+        yield f"starts from the weights of {prepared.config.init.from_run}"
+
+
+class _Seconds:
+    """Where a run's time goes."""
+
+    def __init__(self) -> None:
+        self.compile = self.step = self.evaluate = self.save = self.loop = 0.0
+        self.targets = 0.0
+
+    @contextmanager
+    def spent_on(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a field."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) + time.perf_counter() - start)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Real targets per second of stepping, without compiling, evaluating and saving."""
+        return self.targets / self.step if self.step else None
+
+    def report(self) -> dict[str, float | None]:
+        """Return what the summary says."""
+        return {
+            "tokens_per_s": self.tokens_per_s,
+            "compile_s": self.compile,
+            "loop_s": self.loop,
+            "step_s": self.step,
+            "evaluate_s": self.evaluate,
+            "checkpoint_s": self.save,
+        }
 
 
 class _Loop:
     """The steps themselves, with what is counted on the way."""
 
-    def __init__(self, prepared: Prepared, folder: RunFolder, checkpoints: Checkpoints, progress: Progress):
+    def __init__(self, prepared: Prepared, folder: RunFolder, outlets: _Outlets):
         self.prepared, self.folder = prepared, folder
-        self.checkpoints, self.progress = checkpoints, progress
-        self.evaluate = jax.jit(make_evaluation(prepared.model, prepared.config))
+        self.checkpoints, self.progress, self.watch = outlets
+        self.score = jax.jit(prepared.task.score)
         self.pending: list[tuple[int, StepMetrics]] = []
-        self.compile_s, self.step_s, self.tokens = 0.0, 0.0, 0.0
-        self.non_finite_step: int | None = None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Target tokens per second of stepping, without compiling, evaluating and saving."""
-        return self.tokens / self.step_s if self.step_s else None
+        self.seconds = _Seconds()
+        self.evaluated: tuple[int, float | None] = (-1, None)
+        self.stopped_by: str | None = None
+        self.bad_step: int | None = None
 
     def run(self, state: TrainState, key: Array, interrupts: Interrupts) -> TrainState:
-        """Step until the end, a non-finite value or a signal; the state returned is saved."""
-        config = self.prepared.config.run
-        done = int(state.step)
-        step = self._compile(state, key) if done < config.steps else None
-        started = time.perf_counter()
-        while step is not None and done < config.steps and interrupts.signal is None:
-            state, metrics = step(state, self.prepared.train[done], key)
-            done += 1
-            self.pending.append((done, metrics))
-            last = done == config.steps
-            evaluates = last or done % config.evaluate_every == 0
-            saves = last or done % config.checkpoint_every == 0
-            if evaluates or saves or done % config.log_every == 0:
-                if not self._flush(started):
-                    break
-                if evaluates:
-                    self._evaluate(done, state)
-                if saves:
-                    self.checkpoints.save(done, state)
+        """Step until the end, a bad step that stops, or a signal; the state returned is saved."""
+        config, task = self.prepared.config.run, self.prepared.task
+        done, skipped = int(state.step), int(state.skipped)
+        if done < config.steps:
+            step = self._compile(state, key)
+            with self.seconds.spent_on("loop"):
                 started = time.perf_counter()
-        self._flush(started)
-        self.checkpoints.save(int(state.step), state)
+                while done < config.steps and interrupts.signal is None:
+                    self.watch.before_step(done + 1)
+                    state, metrics = step(state, task.train[done + skipped], key)
+                    done += 1
+                    self.pending.append((done, metrics))
+                    self.watch.after_step(done, state)
+                    if not self._is_due(done):
+                        continue
+                    bad = self._flush(started)
+                    if bad is None:
+                        self._report(done, state, key)
+                    else:
+                        state = self._answer(bad, state, key)
+                        done, skipped = int(state.step), int(state.skipped)
+                    if self.stopped_by is not None:
+                        break
+                    started = time.perf_counter()
+                self._flush(started)
+        self._save(int(state.step), state, key)
         return state
+
+    def _is_due(self, done: int) -> bool:
+        """Whether something is reported, evaluated or saved after this step."""
+        run = self.prepared.config.run
+        due = (done % every == 0 for every in (run.log_every, run.evaluate_every, run.checkpoint_every))
+        return done == run.steps or any(due)
+
+    def _report(self, done: int, state: TrainState, key: Array) -> None:
+        """Evaluate, save and draw where it is time to."""
+        run = self.prepared.config.run
+        last = done == run.steps
+        if last or done % run.evaluate_every == 0:
+            with self.seconds.spent_on("evaluate"):
+                self._evaluate(done, state)
+        if last or done % run.checkpoint_every == 0:
+            self._save(done, state, key)
+        self.watch.figure()
 
     def _compile(self, state: TrainState, key: Array) -> Step:
         """Compile the step ahead of the first one, so that speed and compile time are told apart."""
-        start = time.perf_counter()
-        step = jax.jit(make_step(self.prepared.model, self.prepared.config), donate_argnums=0)
-        compiled = step.lower(state, self.prepared.train[0], key).compile()
-        self.compile_s = time.perf_counter() - start
-        self.progress.say(f"compiled in {self.compile_s:.1f} s")
+        task = self.prepared.task
+        with self.seconds.spent_on("compile"):
+            step = jax.jit(make_step(task.model, self.prepared.config, task.loss), donate_argnums=0)
+            compiled = step.lower(state, task.train[0], key).compile()
+        self.progress.say(f"compiled in {self.seconds.compile:.1f} s")
         return compiled
 
-    def _flush(self, started: float) -> bool:
-        """Write the pending steps' metrics; return False once a value was not finite."""
+    def _flush(self, started: float) -> BadStep | None:
+        """Write the pending steps' metrics; return the first bad one, where there is one."""
         fetched: list[tuple[int, StepMetrics]] = jax.device_get(self.pending)
         self.pending.clear()
         if not fetched:
-            return self.non_finite_step is None
-        self.step_s += time.perf_counter() - started
-        rows = []
-        for number, metrics in fetched:
-            rows.append(_row(number, metrics))
-            self.tokens += float(metrics.tokens)
-            if not metrics.healthy:
-                self.non_finite_step = number
-                rows[-1]["event"] = "non_finite"
-                self.progress.say(f"step {number}: loss or gradient is not finite; stopped before its update")
-                break
-        self.folder.append_metrics(rows)
-        if self.non_finite_step is None:
+            return None
+        self.seconds.step += time.perf_counter() - started
+        good = [(number, metrics) for number, metrics in fetched if metrics.alarm == GOOD]
+        self.seconds.targets += sum(float(metrics.tokens) for _, metrics in good)
+        self._append([_row(number, metrics) for number, metrics in good])
+        if good:
+            number, metrics = good[-1]
             self.progress.step(
-                fetched[-1][0], loss=float(fetched[-1][1].loss), tokens_per_s=self.tokens_per_s or 0.0
+                number, loss=float(metrics.loss), tokens_per_s=self.seconds.tokens_per_s or 0.0
             )
-        return self.non_finite_step is None
+        # Every step after the first bad one left the state as it was.
+        bad = fetched[len(good) :]
+        return BadStep(bad[0][0], NAMES[int(bad[0][1].alarm)], bad[0][1]) if bad else None
 
-    def _evaluate(self, step: int, state: TrainState) -> None:
-        """Score the validation slice, every token once, and write the loss."""
-        loss = validation_loss(self.evaluate, state.params, self.prepared.validation)
-        self.folder.append_metrics([{"step": step, "val_loss": loss if math.isfinite(loss) else None}])
-        self.progress.say(f"step {step}: validation loss {loss:.4f} nats per token")
+    def _answer(self, bad: BadStep, state: TrainState, key: Array) -> TrainState:
+        """Log a bad step with the place it went wrong, and return the state to go on with."""
+        answer = answer_of(bad, state, self.prepared.config.guard)
+        number = int(state.step) + int(state.skipped)
+        task = self.prepared.task
+        fault = locate(bad, task, state, task.train[number], key)
+        if answer.action == "rewind":
+            state = self._rewound(number)
+            self.folder.abandon_metrics(after=int(state.step))
+        elif answer.action == "skip":
+            state = state._replace(skipped=state.skipped + 1)
+        row = bad_step_row(bad, answer, fault, batch=number, skipped=int(state.skipped))
+        self._append([row])
+        self.progress.say(row["sentence"])
+        if answer.action == "stop":
+            self.stopped_by, self.bad_step = bad.kind, bad.step
+            return state
+        return state._replace(guard=pass_over(state.guard, answer.strikes))
 
+    def _rewound(self, number: int) -> TrainState:
+        """Return the newest saved state (the first one where none is), whose next batch follows batch `number`."""
+        state = _begin(self.prepared, self.checkpoints).state
+        return state._replace(skipped=jnp.asarray(number + 1 - int(state.step), jnp.int32))
 
-def validation_loss(
-    evaluate: Callable[[Params, Batch], CrossEntropy], params: Params, batches: Iterable[Batch]
-) -> float:
-    """Return the mean loss in nats per target over all batches, each target weighted once."""
-    results = [evaluate(params, batch) for batch in batches]
-    nats, weight = np.sum([(float(r.nats), float(r.weight)) for r in results], axis=0)
-    return float(nats / weight)
+    def _evaluate(self, done: int, state: TrainState) -> None:
+        """Score the validation data, every target once, and write what was found."""
+        validation = self.prepared.task.validation
+        found = evaluate(self.score, state.params, validation)
+        if state.average is not None:
+            average = evaluate(self.score, averaged_weights(state), validation)
+            found |= {f"{name}_average": value for name, value in average.items()}
+        self.evaluated = (done, finite_or_none(found["loss"]))
+        self._append([{"step": done, **{f"val_{name}": finite_or_none(x) for name, x in found.items()}}])
+        words = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items())
+        self.progress.say(f"step {done}: validation {words}")
+
+    def _save(self, done: int, state: TrainState, key: Array) -> None:
+        """Save the state, unless this step is saved."""
+        with self.seconds.spent_on("save"):
+            step, val_loss = self.evaluated
+            facts = {
+                "config": self.prepared.config.as_dict(),
+                "data": self.prepared.task.facts,
+                "val_loss": val_loss if step == done else None,
+            }
+            self.checkpoints.save(done, parts_of(state, key), facts=facts)
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        """Write rows to metrics.jsonl and to whatever watches."""
+        self.folder.append_metrics(rows)
+        self.watch.rows(rows)
 
 
 def _row(step: int, metrics: StepMetrics) -> dict[str, Any]:
     """Return one step's row of metrics.jsonl; JSON has no NaN, so what is not finite is null."""
-    names = ("loss", "objective", "gradient_norm", "parameter_norm", "learning_rate")
+    names = ("loss", "objective", "gradient_norm", "update_norm", "parameter_norm", "learning_rate")
     values = {name: float(getattr(metrics, name)) for name in names}
     if not metrics.tokens:  # a mean over no target is no loss
         values["loss"] = values["objective"] = math.nan
     return {
         "step": step,
-        **{name: value if math.isfinite(value) else None for name, value in values.items()},
+        **{name: finite_or_none(value) for name, value in values.items()},
         "tokens": int(metrics.tokens),
     }

@@ -3,33 +3,30 @@
 import functools
 import math
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from jaxblock.models.decoder import Decoder
-from jaxblock.training.batches import TrainBatches, ValidationBatches
 from jaxblock.training.config import TrainConfig
-from jaxblock.training.corpus import Corpus, load_corpus
-from jaxblock.training.sampling import encode_prompt
-from jaxblock.training.step import TrainState, init_state, make_step
-from jaxblock.types import Array
+from jaxblock.training.language_task import language_task
+from jaxblock.training.step import TrainState, first_state, make_step
+from jaxblock.training.task import Task
+from jaxblock.training.watch import Watch
+from jaxblock.training.weights import load_weights
+from jaxblock.types import Array, Params
 
-PROMPT_TOKENS = 32
-"""Tokens of the validation slice that are continued where no prompt is given."""
+TASKS: Mapping[str, Callable[[TrainConfig], Task]] = {"language_model": language_task}
 
 
 class Prepared(NamedTuple):
     """A run that nothing can refuse any more."""
 
     config: TrainConfig
-    corpus: Corpus
-    model: Decoder
-    train: TrainBatches
-    validation: ValidationBatches
-    prompt_1T: np.ndarray
+    task: Task
+    weights: Params | None
+    """The parameters to start from; None = drawn anew."""
 
 
 class Keys(NamedTuple):
@@ -51,39 +48,24 @@ def prepare(config: TrainConfig) -> Prepared:
     Raises:
       ValueError: the data do not fit the config, or the model cannot run as asked.
     """
-    corpus = load_corpus(
-        None if config.data.path is None else Path(config.data.path),
-        vocab_size=config.model.vocab_size,
-        context=config.model.context,
-        validation_tokens=config.data.validation_tokens,
-    )
-    prompt_1T = corpus.validation.read(0, min(PROMPT_TOKENS, len(corpus.validation)))[None]
-    if config.sample.prompt is not None:
-        as_bytes = corpus.bytes_per_token is not None
-        prompt_1T = encode_prompt(config.sample.prompt, as_bytes=as_bytes, vocab_size=config.model.vocab_size)
-    model = Decoder(config.model, config.execution)
-    shape = {"context": config.model.context, "batch": config.data.batch, "seams": config.data.seams}
-    train = TrainBatches(corpus.train, seed=config.run.seed, **shape)
-    validation = ValidationBatches(corpus.validation, **shape)
+    Watch.check(config)
+    task = TASKS[config.run.task_choice.name](config)
     keys = run_keys(config.run.seed)
-    state = jax.eval_shape(functools.partial(init_state, model, config), keys.init)
+    state = jax.eval_shape(functools.partial(init_state, task, config), keys.init)
     _check_memory(state)
-    jax.eval_shape(make_step(model, config), state, train[0], keys.dropout)
-    if config.data.seams == "separate":
-        _check_targets(corpus)
-    return Prepared(config, corpus, model, train, validation, prompt_1T)
+    weights = None
+    if config.init.from_run is not None:
+        weights = load_weights(Path(config.init.from_run), state.params, which=config.init.weights).params
+    jax.eval_shape(make_step(task.model, config, task.loss), state, task.train[0], keys.dropout)
+    return Prepared(config, task, weights)
 
 
-def _check_targets(corpus: Corpus) -> None:
-    """Raise ValueError if all documents of a split have one token, which has nothing to predict."""
-    for split, stream in (("train", corpus.train), ("validation", corpus.validation)):
-        if np.diff(stream.starts, append=len(stream)).max() < 2:
-            raise ValueError(
-                f"data.seams is 'separate', but every document of the {split} split has one token and no target"
-            )
+def init_state(task: Task, config: TrainConfig, key: Array) -> TrainState:
+    """Return the state before the first step; jit it, so that nothing is computed but the initial values."""
+    return first_state(task.model, config, task.init(key))
 
 
-def _check_memory(state: TrainState) -> None:
+def _check_memory(state: Any) -> None:
     """Raise ValueError if parameters and optimizer state alone are larger than the device's memory."""
     needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     statistics = jax.devices()[0].memory_stats() or {}

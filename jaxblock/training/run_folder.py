@@ -1,4 +1,4 @@
-"""A run is a folder: config.toml, metrics.jsonl, summary.json, checkpoints/, plots/, sample.txt.
+"""A run is a folder: config.toml, metrics.jsonl, summary.json, checkpoints/, plots/, sample.txt; see `RunFolder`.
 
 A kill at any moment leaves it readable: lines are appended whole, other files replaced in one move.
 """
@@ -6,17 +6,32 @@ A kill at any moment leaves it readable: lines are appended whole, other files r
 import contextlib
 import hashlib
 import json
+import math
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.config_file import build_config, differences, read_config_file, write_config
-from jaxblock.training.corpus import Corpus
 from jaxblock.training.files import replace_text
+
+
+CHANGEABLE = (
+    "guard.non_finite",
+    "guard.spike",
+    "guard.deviations",
+    "guard.limit",
+    "checkpoint.",
+    "watch.",
+    "sample.",
+    "run.log_every",
+    "run.evaluate_every",
+    "run.checkpoint_every",
+)
+"""Fields a resumed run may change: none of them changes what a good step computes."""
 
 
 class RunFolder:
@@ -30,6 +45,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.plots = path / "plots"
         self.sample = path / "sample.txt"
+        self.abandoned = path / "abandoned.jsonl"
 
     @classmethod
     def check_new(cls, config: TrainConfig) -> "RunFolder":
@@ -85,28 +101,37 @@ class RunFolder:
         """Return the run's config."""
         return build_config(read_config_file(self.config))
 
-    def check_resumable(self, config: TrainConfig) -> None:
-        """Raise ValueError if the run is done, or `config` is not its own, naming every field that differs."""
-        found = differences(config, self.read_config())
-        if found:
-            raise ValueError(
-                f"{str(self.path)!r} cannot be resumed with another config; asked for, and there: {'; '.join(found)}"
-            )
+    def check_resumable(self, config: TrainConfig) -> list[str]:
+        """Return what `config` changes, as "field: asked for, there"; only what leaves good steps as they are may.
+
+        Raises:
+          ValueError: the run is done, or a field differs that decides its numbers, every one of them named.
+        """
+        own = self.read_config()
         first = next(iter(self.read_metrics()), None)
-        if first is not None and first["config_fingerprint"] != config_fingerprint(config):
+        if first is not None and first["config_fingerprint"] != config_fingerprint(own):
             raise ValueError(
                 f"{str(self.config)!r} has been changed since the run started; start a new run from it"
             )
+        found = differences(config, own)
+        fixed = [sentence for sentence in found if not sentence.partition(":")[0].startswith(CHANGEABLE)]
+        if fixed:
+            raise ValueError(
+                f"{str(self.path)!r} cannot be resumed with another config; asked for, and there: {'; '.join(fixed)}"
+            )
         if self.summary.exists() and _read_json(self.summary)["status"] == "done":
-            raise ValueError(f"{str(self.path)!r} is done; there is nothing to resume")
+            raise ValueError(
+                f"{str(self.path)!r} is done; there is nothing to resume (a new run can start from its weights: --init.from)"
+            )
+        return found
 
-    def check_corpus(self, corpus: Corpus) -> None:
-        """Raise ValueError if the run started on other data."""
+    def check_data(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError if the run started on other data than a task's `facts` name."""
         first = next(iter(self.read_metrics()), None)
-        if first is not None and first["corpus_fingerprint"] != corpus.fingerprint:
+        if first is not None and first["corpus_fingerprint"] != facts["corpus_fingerprint"]:
             raise ValueError(
                 f"{str(self.path)!r} started on data with fingerprint {first['corpus_fingerprint']}; "
-                f"what its config names now has {corpus.fingerprint}"
+                f"what its config names now has {facts['corpus_fingerprint']}"
             )
 
     @contextlib.contextmanager
@@ -143,29 +168,59 @@ class RunFolder:
         except ValueError as error:
             raise ValueError(f"{str(self.metrics)!r} holds a line that is not JSON: {error}") from error
 
-    def start_metrics(self, config: TrainConfig, corpus: Corpus, *, after: int) -> None:
-        """Open metrics.jsonl with a row about the data, and drop steps after `after`: they will be made again."""
-        first = {
-            "step": 0,
-            "event": "start",
-            "config_fingerprint": config_fingerprint(config),
-            "corpus": corpus.source,
-            "corpus_fingerprint": corpus.fingerprint,
-            "bytes_per_token": corpus.bytes_per_token,
-        }
-        kept = [row for row in self.read_metrics() if row["step"] <= after and row.get("event") is None]
+    def start_metrics(self, config: TrainConfig, facts: Mapping[str, Any], *, after: int, skipped: int) -> None:
+        """Open metrics.jsonl with a row about the data, and drop what will be made again.
+
+        Args:
+          config: the run's; where a resume changed it, config.toml and a row say so.
+          facts: what the task says about its data.
+          after: the step of the checkpoint that is continued.
+          skipped: batches passed over by then: bad steps that were answered later will come again.
+        """
+        rows, own = self.read_metrics(), self.read_config()
+        changed = differences(config, own)
+        if changed:
+            write_config(config, self.config)
+        first = {"step": 0, "event": "start", "config_fingerprint": config_fingerprint(config), **facts}
+        kept = [row for row in rows if _stays(row, after=after, skipped=skipped)]
+        if changed:
+            kept.append({"step": after, "event": "config", "changed": changed})
         replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in [first, *kept]))
 
-    def reads_bytes(self) -> bool:
-        """Return whether the run's tokens are bytes of text, as its first row of metrics says."""
+    def abandon_metrics(self, *, after: int) -> None:
+        """Move the rows of steps after `after` to abandoned.jsonl: a rewind makes these steps again."""
+        rows = self.read_metrics()
+        left = [row for row in rows if row["step"] > after and "event" not in row]
+        with self.abandoned.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in left)
+        kept = [row for row in rows if row["step"] <= after or "event" in row]
+        replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def start_row(self) -> dict[str, Any]:
+        """Return the first row of metrics.jsonl: what the run recorded about its data.
+
+        Raises:
+          ValueError: it has not started.
+        """
         rows = self.read_metrics()
         if not rows:
             raise ValueError(f"{str(self.path)!r} has not started: its metrics.jsonl is empty")
-        return rows[0]["bytes_per_token"] is not None
+        return rows[0]
+
+    def reads_bytes(self) -> bool:
+        """Return whether the run's tokens are bytes of text, as its first row of metrics says."""
+        return self.start_row()["bytes_per_token"] is not None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
         replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def _stays(row: Mapping[str, Any], *, after: int, skipped: int) -> bool:
+    """Whether a row is history for a run that continues after `after`: a step made, or a bad step answered."""
+    if "skipped" in row:
+        return row["skipped"] <= skipped
+    return row["step"] <= after and row.get("event") in (None, "config")
 
 
 class RunError(ValueError):
@@ -177,6 +232,11 @@ def config_fingerprint(config: TrainConfig) -> str:
     values = config.as_dict()
     values["run"].pop("dir", None)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return a number as JSON can hold it: None where it is not finite."""
+    return value if math.isfinite(value) else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,31 +1,33 @@
 """Continue a prompt with the newest checkpoint of a run's folder."""
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxblock.contracts import check_integer
 from jaxblock.models.decoder import Decoder
-from jaxblock.training.checkpoint import Checkpoints
 from jaxblock.training.config_file import build_config
-from jaxblock.training.prepare import run_keys
 from jaxblock.training.run_folder import RunFolder
-from jaxblock.training.sampling import continue_prompt, decode, encode_prompt
-from jaxblock.training.step import init_state
+from jaxblock.training.sampling import IDS, TokenText, prompt_ids, separator, spell, stream_prompt
+from jaxblock.training.tokenizers import BYTES
+from jaxblock.training.weights import load_weights
 
 
 class Continuation(NamedTuple):
     """A prompt and what the model says after it."""
 
     prompt: str
-    text: str
+    separator: str
+    """What stands between the two: nothing, or a space between ids."""
+    pieces: Iterator[str]
+    """The continuation, piece by piece as it is drawn; it can be read once."""
 
 
 def sample_run(path: Path, given: Mapping[str, Any], *, seed: int) -> Continuation:
-    """Return a continuation by the newest checkpoint of the run in `path`.
+    """Return a continuation by the newest checkpoint of the run in `path`, its moving average where it keeps one.
 
     Args:
       path: the run's folder.
@@ -33,22 +35,27 @@ def sample_run(path: Path, given: Mapping[str, Any], *, seed: int) -> Continuati
       seed: another seed, another continuation.
 
     Raises:
-      ValueError: no run, no checkpoint, no prompt, or a prompt the model's vocabulary cannot hold.
+      ValueError: no run, no language model, no checkpoint, no prompt, or a prompt the model's vocabulary cannot hold.
     """
     check_integer("seed", seed, least=0, most=2**32 - 1)
     folder = RunFolder.open(path)
     run = folder.read_config()
     config = build_config(run.as_dict(), {f"sample.{name}": value for name, value in given.items()}).sample
-    as_bytes = folder.reads_bytes()
+    text = run_text(folder)
+    if run.run.task_choice.name != "language_model":
+        raise ValueError(
+            f"the run in {str(path)!r} is a {run.run.task}; only a language_model continues prompts"
+        )
     if config.prompt is None:
         raise ValueError(f"the run in {str(path)!r} has no prompt of its own; pass --prompt TEXT")
-    prompt_1T = encode_prompt(config.prompt, as_bytes=as_bytes, vocab_size=run.model.vocab_size)
+    prompt_1T = prompt_ids(config.prompt, text, vocab_size=run.model.vocab_size)
     model = Decoder(run.model, run.execution)
-    state = jax.eval_shape(functools.partial(init_state, model, run), run_keys(run.run.seed).init)
-    with Checkpoints(folder.checkpoints) as checkpoints:
-        saved = checkpoints.latest()
-        if saved is None:
-            raise ValueError(f"the run in {str(path)!r} has no checkpoint yet")
-        params = checkpoints.restore(saved, state).params
-    tokens = continue_prompt(model, params, prompt_1T, config, key=jax.random.key(seed))
-    return Continuation(config.prompt, decode(tokens, as_bytes=as_bytes))
+    like = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    params = load_weights(path, like, which="average" if run.optimizer.average else "last").params
+    pieces = stream_prompt(model, params, prompt_1T, config, key=jax.random.key(seed))
+    return Continuation(config.prompt, separator(text), spell(pieces, text))
+
+
+def run_text(folder: RunFolder) -> TokenText:
+    """Return how the run's tokens read: as bytes of text, or, where their tokenizer is not known, as ids."""
+    return BYTES if folder.reads_bytes() else IDS

@@ -1,124 +1,178 @@
-"""One optimizer step as a pure function: batch -> loss -> gradients -> update, guarded against non-finite values."""
+"""One optimizer step as a pure function: batch -> loss -> gradients -> update, guarded against bad steps.
+
+    g = sum over pieces of the batch of grad(total) / real targets        (accumulation: the pieces' order of sums)
+    params <- project(params + rate * direction(g))                       unless the guard raises an alarm
+    average <- d average + (1 - d) params,  d = min(decay, (1 + n) / (10 + n)) after n updates
+"""
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxblock.functional.losses import CrossEntropy, LossOptions, cross_entropy
+from jaxblock.functional.losses import CrossEntropy
 from jaxblock.models.decoder import Decoder
-from jaxblock.training.batches import Batch
 from jaxblock.training.config import TrainConfig
+from jaxblock.training.guard import GOOD, Guard, judge, open_guard, remember
+from jaxblock.training.objectives import Loss, training_loss
 from jaxblock.training.optimizer import learning_rate_schedule, make_optimizer
 from jaxblock.types import Array, Params
 
 
 class TrainState(NamedTuple):
-    """Everything a run carries from step to step. The data's place and the keys follow from `step`."""
+    """Everything a run carries from step to step; the keys follow from the run's key and `step`."""
 
     step: Array
     """Updates made, int32."""
+    skipped: Array
+    """Batches passed over, int32: the next step reads batch `step + skipped`."""
     params: Params
     moments: optax.OptState
     """The optimizer's state."""
-    healthy: Array
-    """False from the first non-finite loss or gradient on; nothing is updated any more."""
+    average: Params | None
+    """Moving average of the parameters, float32; None where none is kept."""
+    guard: Guard
 
 
 class StepMetrics(NamedTuple):
-    """Float32 scalars of one step."""
+    """Scalars of one step, float32 but for `alarm`."""
 
     loss: Array
-    """Cross entropy, nats per real target token; without z-loss and smoothing."""
+    """Cross entropy, nats per real target; without z-loss and smoothing."""
     objective: Array
     """What was minimised, z-loss and smoothing included."""
     gradient_norm: Array
     """Global norm of the gradient, before clipping."""
+    update_norm: Array
+    """Global norm of the update, learning rate included."""
     parameter_norm: Array
     """Global norm of the parameters, after the update."""
     learning_rate: Array
     """The learning rate applied."""
     tokens: Array
-    """Real target tokens."""
-    healthy: Array
-    """Whether the update was applied."""
+    """Real targets."""
+    alarm: Array
+    """0 where the update was applied, else why it was not (`guard.NAMES`), int32."""
 
 
-Step = Callable[[TrainState, Batch, Array], tuple[TrainState, StepMetrics]]
+Step = Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics]]
 
 
 def init_state(model: Decoder, config: TrainConfig, key: Array) -> TrainState:
     """Return the state before the first step; jit it, so that nothing is computed but the initial values."""
-    tokens_BT = jnp.zeros((1, 1), jnp.int32)
-    params = model.init(key, tokens_BT)["params"]
-    moments = make_optimizer(config.optimizer, config.run.steps, model.labels).init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, moments, jnp.ones((), bool))
+    return first_state(model, config, model.init(key, jnp.zeros((1, 1), jnp.int32))["params"])
 
 
-def batch_loss(
-    model: Decoder, params: Params, batch: Batch, *, options: LossOptions, dropout_key: Array | None = None
-) -> CrossEntropy:
-    """Return the loss of a batch; dropout is on exactly when a key is passed."""
-    rngs = {} if dropout_key is None else {"dropout": dropout_key}
-    inputs_BT, targets_BT, valid_BT, segments_BT = jax.tree.map(jnp.asarray, batch)
-    logits_BTV = model.apply({"params": params}, inputs_BT, segments_BT=segments_BT, rngs=rngs)
-    return cross_entropy(cast(Array, logits_BTV), targets_BT, valid_BT=valid_BT, options=options)
+def first_state(model: Any, config: TrainConfig, params: Params) -> TrainState:
+    """Return the state before the first step for given parameters."""
+    moments = make_optimizer(config.optimizer, model.labels).init(params)
+    average = None
+    if config.optimizer.average:
+        average = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, zero, params, moments, average, open_guard(config.guard))
 
 
-def make_step(model: Decoder, config: TrainConfig) -> Step:
+def make_step(model: Any, config: TrainConfig, loss: Loss | None = None) -> Step:
     """Return the step `(state, batch, key) -> (state, metrics)`; jit it with the state donated.
 
     `key` is the run's: each step folds its number in, so no two steps drop the same entries.
+
+    Args:
+      model: what is trained; its `labels` and `project` are read.
+      config: the run.
+      loss: of a batch; left out, the next-token loss of `model`.
     """
-    optimizer = make_optimizer(config.optimizer, config.run.steps, model.labels)
+    optimizer = make_optimizer(config.optimizer, model.labels)
     schedule = learning_rate_schedule(config.optimizer, config.run.steps)
-    options = loss_options(config)
+    loss = loss or training_loss(model, config)
 
-    def step(state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, StepMetrics]:
-        def objective(params: Params) -> tuple[Array, CrossEntropy]:
-            dropout_key = jax.random.fold_in(key, state.step)
-            result = batch_loss(model, params, batch, options=options, dropout_key=dropout_key)
-            return result.loss, result
-
-        gradients, result = jax.grad(objective, has_aux=True)(state.params)
-        norm = optax.tree.norm(gradients)
-        updates, moments = optimizer.update(gradients, state.moments, state.params)
+    def step(state: TrainState, batch: Any, key: Array) -> tuple[TrainState, StepMetrics]:
+        dropout_key = jax.random.fold_in(key, state.step)
+        gradients, result = _gradient(loss, state.params, batch, dropout_key, pieces=config.data.accumulation)
+        norm = optax.tree.norm(gradients).astype(jnp.float32)
+        rate = schedule(state.step)
+        directions, moments = optimizer.update(gradients, state.moments, state.params)
+        updates = jax.tree.map(lambda u: (rate * u).astype(u.dtype), directions)
         params = model.project(optax.apply_updates(state.params, updates))
-        parameter_norm = optax.tree.norm(params)
-        healthy = state.healthy & jnp.isfinite(jnp.stack([result.loss, norm, parameter_norm])).all()
-        new = TrainState(state.step + 1, params, moments, healthy)
-        # A select per leaf fuses into the update, and the last finite state is always there to be saved.
-        kept = jax.tree.map(lambda ours, theirs: jnp.where(healthy, ours, theirs), new, state)
+        parameter_norm = optax.tree.norm(params).astype(jnp.float32)
+        mean_loss = result.nats / jnp.maximum(result.weight, 1)
+
+        values_2 = jnp.stack([mean_loss, norm])
+        finite = jnp.isfinite(jnp.stack([result.loss, mean_loss, norm, parameter_norm])).all()
+        alarm = judge(state.guard, values_2, finite=finite, config=config.guard)
+        average = move_average(state.average, params, state.step, decay=config.optimizer.average)
+        guard = remember(state.guard, values_2)
+        new = TrainState(state.step + 1, state.skipped, params, moments, average, guard)
+        # A select per leaf fuses into the update, and the last good state is always there to be saved.
+        kept = jax.tree.map(lambda ours, theirs: jnp.where(alarm == GOOD, ours, theirs), new, state)
         metrics = StepMetrics(
-            loss=result.nats / jnp.maximum(result.weight, 1),
+            loss=mean_loss,
             objective=result.loss,
             gradient_norm=norm,
+            update_norm=optax.tree.norm(updates).astype(jnp.float32),
             parameter_norm=parameter_norm,
-            learning_rate=schedule(state.step),
+            learning_rate=rate,
             tokens=result.weight,
-            healthy=healthy,
+            alarm=alarm,
         )
-        return kept._replace(healthy=healthy), metrics
+        return kept._replace(guard=kept.guard._replace(alarm=alarm)), metrics
 
     return step
 
 
-def make_evaluation(model: Decoder, config: TrainConfig) -> Callable[[Params, Batch], CrossEntropy]:
-    """Return `(params, batch) -> CrossEntropy` without dropout, smoothing or z-loss; add `nats` and `weight`."""
-    options = LossOptions(vocab_size=config.model.vocab_size)
+def _gradient(
+    loss: Loss, params: Params, batch: Any, key: Array, *, pieces: int
+) -> tuple[Params, CrossEntropy]:
+    """Return the gradient of the mean loss over real targets, and the loss, of a batch in pieces."""
+    if pieces == 1:
 
-    def evaluate(params: Params, batch: Batch) -> CrossEntropy:
-        return batch_loss(model, params, batch, options=options)
+        def mean(params: Params) -> tuple[Array, CrossEntropy]:
+            result = loss(params, batch, key)
+            return result.loss, result
 
-    return evaluate
+        return jax.grad(mean, has_aux=True)(params)
+
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    split = jax.tree.map(lambda x: jnp.asarray(x).reshape(pieces, rows // pieces, *x.shape[1:]), batch)
+
+    def share(params: Params, piece: Any, key: Array) -> tuple[Array, CrossEntropy]:
+        # A sum, as the number of real targets is known only at the end; divided by the rows to keep its scale.
+        result = loss(params, piece, key)
+        return result.total / rows, result
+
+    def add(sums: Any, scanned: tuple[Any, Array]) -> tuple[Any, None]:
+        piece, number = scanned
+        gradient, result = jax.grad(share, has_aux=True)(params, piece, jax.random.fold_in(key, number))
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (gradient, result)), None
+
+    def zeros(x: Any) -> Array:
+        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+
+    first = jax.tree.map(lambda x: x[0], split)
+    shape = jax.eval_shape(jax.grad(share, has_aux=True), params, first, key)
+    (gradients, sums), _ = jax.lax.scan(add, jax.tree.map(zeros, shape), (split, jnp.arange(pieces)))
+    weight = jnp.maximum(sums.weight, 1)
+    gradients = jax.tree.map(lambda g, p: (g * (rows / weight)).astype(p.dtype), gradients, params)
+    return gradients, sums._replace(loss=sums.total / weight)
 
 
-def loss_options(config: TrainConfig) -> LossOptions:
-    """Return the training objective's options."""
-    return LossOptions(
-        z_loss=config.loss.z_loss,
-        label_smoothing=config.loss.label_smoothing,
-        vocab_size=config.model.vocab_size,
-    )
+def move_average(average: Params | None, params: Params, updates: Array, *, decay: float) -> Params | None:
+    """Return the moving average after an update; early on it forgets faster, so that the start leaves no trace.
+
+    The decay rises as (1 + n) / (10 + n) until it reaches `decay`, as in TensorFlow's ExponentialMovingAverage.
+    """
+    if average is None:
+        return None
+    n = updates.astype(jnp.float32)
+    kept = jnp.minimum(decay, (1.0 + n) / (10.0 + n))
+    return jax.tree.map(lambda a, p: a + (1.0 - kept) * (p.astype(a.dtype) - a), average, params)
+
+
+def averaged_weights(state: TrainState) -> Params:
+    """Return the moving average in the parameters' dtypes, or the parameters where no average is kept."""
+    if state.average is None:
+        return state.params
+    return jax.tree.map(lambda a, p: a.astype(p.dtype), state.average, state.params)

@@ -1,4 +1,4 @@
-"""Readers of token files: text as bytes, JSONL documents, and uint16 `.bin` shards, each into a TokenFile.
+"""Text files: which a path holds, and how one is read as bytes, or as JSONL documents, into a TokenFile.
 
 Text is never decoded: a file is its bytes, so invalid UTF-8, a byte order mark, CRLF line ends and the locale
 of the machine change nothing. Every failure is a ValueError of one sentence that names the file.
@@ -6,30 +6,31 @@ of the machine change nothing. Every failure is a ValueError of one sentence tha
 
 import json
 import os
+import platform
+import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from jaxblock.contracts import nearest
+
 MAPPED_BYTES = 64 * 2**20
 """Text files of this size and above are memory-mapped, smaller ones read: a mapping costs a descriptor."""
 
+_NOT_SOURCE = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 _BINARY_PROBE_BYTES = 8192
-_SCAN_TOKENS = 2**24
-_HEADER_BYTES = 256 * 4
-_MAGIC, _VERSION = 20240520, 1
-_MAGIC_UINT32 = 20240801  # llm.c's Llama 3 shards, uint32 tokens
 
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
     """The tokens of one file.
 
-    `name` is its path below the corpus folder with forward slashes, `tokens` [N] is uint8 or little-endian
-    uint16, and `starts` holds the int64 offsets at which its documents begin (the first is 0).
+    `name` is its path below the corpus folder with forward slashes, `tokens` [N] is uint8, or little-endian uint16
+    or uint32, and `starts` holds the int64 offsets at which its documents begin (the first is 0).
     """
 
     name: str
@@ -42,10 +43,11 @@ class TokenFile:
     def cut(self, start: int, stop: int) -> "TokenFile":
         """Return the tokens from `start` to `stop`; what is left of a document counts as a document."""
         inside = self.starts[(self.starts > start) & (self.starts < stop)] - start
-        return TokenFile(self.name, self.tokens[start:stop], np.concatenate([_one_document(), inside]))
+        return TokenFile(self.name, self.tokens[start:stop], np.concatenate([one_document(), inside]))
 
 
-def _one_document() -> np.ndarray:
+def one_document() -> np.ndarray:
+    """Return the `starts` of a file that is one document."""
     return np.zeros(1, np.int64)
 
 
@@ -116,6 +118,89 @@ def relative_name(path: Path, folder: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
+@dataclass(frozen=True, eq=False)
+class TextFiles:
+    """The text and `.jsonl` files of a corpus, by name in the order of their names; `words` name it for people."""
+
+    words: str
+    files: list[tuple[str, Path]]
+    notes: tuple[str, ...]
+
+
+def find_texts(path: Path | None, *, field: str = "data.path") -> TextFiles:
+    """Return the text files of a path: a file, what a folder holds, or the standard library's source for None.
+
+    `field` is what sentences call the path.
+
+    Raises:
+      ValueError: the path does not exist, cannot be read, is a `.bin` shard or holds no text file.
+    """
+    if path is None:
+        return _find_standard_library()
+    with readable(path):
+        if not path.exists():
+            siblings = os.listdir(path.parent) if path.parent.is_dir() else []
+            raise ValueError(f"{field} {path} does not exist{nearest(path.name, siblings)}")
+        is_folder = path.is_dir()
+        if not is_folder and not path.is_file():
+            raise ValueError(f"{field} {path} is neither a file nor a folder")
+    if find_shards(path):
+        raise ValueError(f"{path} holds .bin shards: these are tokens already, and no text")
+    return _find_folder(path) if is_folder else TextFiles(str(path), [(path.name, path)], ())
+
+
+def _find_standard_library() -> TextFiles:
+    folder = Path(sysconfig.get_path("stdlib"))
+    paths = find_files(folder, without=_NOT_SOURCE)[0] if folder.is_dir() else []
+    files = [(relative_name(path, folder), path) for path in paths if _is_portable_source(path)]
+    if not files:
+        raise ValueError(
+            f"the standard library of this Python has no .py sources in {folder}: name a text file or a folder "
+            f"with --data.path"
+        )
+    return TextFiles(f"the standard library of Python {platform.python_version()}", files, ())
+
+
+def _is_portable_source(path: Path) -> bool:
+    """Whether a file is the same on every machine with this Python: no build records."""
+    generated = path.name.startswith("_sysconfigdata") or path.parent.name.startswith("config-")
+    return path.suffix == ".py" and not generated
+
+
+def _find_folder(folder: Path) -> TextFiles:
+    paths, skipped = find_files(folder)
+    texts = []
+    for path in paths:
+        if path.suffix.lower() == ".bin":
+            skipped[".bin files (shards are read when they lie directly in data.path)"] += 1
+        elif is_binary(path):
+            skipped["binary files (a NUL byte in the first 8 KiB)"] += 1
+        else:
+            texts.append((relative_name(path, folder), path))
+    return TextFiles(str(folder), texts, note_skipped(skipped))
+
+
+def find_shards(path: Path) -> list[Path]:
+    """Return the path itself if it is a `.bin` file, or those that lie directly in a folder, in order."""
+    with readable(path):
+        entries = sorted(path.iterdir()) if path.is_dir() else [path]
+        return [
+            entry
+            for entry in entries
+            if entry.suffix.lower() == ".bin" and not is_hidden(entry.name) and entry.is_file()
+        ]
+
+
+def no_text(words: str, notes: Sequence[str]) -> str:
+    """Return the sentence about a path without a byte of text."""
+    return f"{words} is empty: it holds no text" + (f" ({' '.join(notes)})" if notes else "")
+
+
+def note_skipped(skipped: Counter[str]) -> tuple[str, ...]:
+    """Return a sentence for each kind of thing that was left out."""
+    return tuple(f"Skipped {count:,} {what}." for what, count in sorted(skipped.items()) if count)
+
+
 def read_text(path: Path, name: str) -> TokenFile:
     """Read any file as its bytes, one document."""
     with readable(path):
@@ -123,7 +208,7 @@ def read_text(path: Path, name: str) -> TokenFile:
             tokens = np.asarray(np.memmap(path, np.uint8, mode="r"))
         else:
             tokens = np.frombuffer(path.read_bytes(), np.uint8)
-    return TokenFile(name, tokens, _one_document())
+    return TokenFile(name, tokens, one_document())
 
 
 def read_jsonl(path: Path, name: str) -> TokenFile:
@@ -132,16 +217,21 @@ def read_jsonl(path: Path, name: str) -> TokenFile:
     Raises ValueError, naming the file and the line, for a line that is not UTF-8, not JSON, no object,
     without a "text" that is a string, or with a text that has no UTF-8 form (a lone surrogate).
     """
-    documents: list[bytes] = []
     with readable(path), open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
-                documents.append(_jsonl_text(line, f"{path}, line {number},"))
+        lines = enumerate(file, start=1)
+        documents = [line_text(line, number, f"{path}, line {number}") for number, line in lines]
     documents = [document for document in documents if document]
     sizes = np.array([0, *map(len, documents[:-1])], np.int64)
     return TokenFile(name, np.frombuffer(b"".join(documents), np.uint8), np.cumsum(sizes))
+
+
+def line_text(line: bytes, number: int, words: str) -> bytes:
+    """Return the text of a JSONL line, empty for a blank one; a byte order mark may open the first.
+
+    Raises ValueError as `read_jsonl` does; `words` name the line.
+    """
+    line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+    return _jsonl_text(line, f"{words},") if line.strip() else b""
 
 
 def _jsonl_text(line: bytes, where: str) -> bytes:
@@ -157,58 +247,3 @@ def _jsonl_text(line: bytes, where: str) -> bytes:
         return record["text"].encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(f"{where} has a lone surrogate at character {error.start} of its text") from error
-
-
-def read_shard(path: Path, name: str, *, vocab_size: int) -> TokenFile:
-    """Memory-map a `.bin` shard of little-endian uint16 tokens, one document (no seams are known inside).
-
-    Either raw tokens (nanoGPT), or the form of llm.c and modded-nanogpt: 256 int32 (20240520, 1, number of
-    tokens, zeros), then the tokens.
-
-    Raises ValueError for an odd or zero length, a header that disagrees with the file, an id >= vocab_size.
-    """
-    with readable(path):
-        size = path.stat().st_size
-        header = np.fromfile(path, "<i4", count=3)
-    if size == 0:
-        raise ValueError(f"{path} is empty; a .bin shard holds uint16 tokens")
-    if size % 2:
-        raise ValueError(f"{path} has an odd number of bytes, {size}; a .bin shard holds uint16 tokens")
-    offset = _header_bytes(path, header, size)
-    with readable(path):
-        tokens = np.asarray(np.memmap(path, "<u2", mode="r", offset=offset))
-    _check_ids(path, tokens, vocab_size=vocab_size)
-    return TokenFile(name, tokens, _one_document())
-
-
-def _header_bytes(path: Path, header: np.ndarray, size: int) -> int:
-    """Return the length of the header: 0 for raw tokens."""
-    magic = int(header[0]) if len(header) else None
-    if magic == _MAGIC_UINT32:
-        raise ValueError(f"{path} is a shard of uint32 tokens (magic {magic}); only uint16 shards are read")
-    if magic != _MAGIC:
-        return 0
-    if size <= _HEADER_BYTES:
-        raise ValueError(
-            f"{path} has {size} bytes: a header of {_HEADER_BYTES} bytes and no tokens behind it"
-        )
-    version, count = (int(value) for value in header[1:3])
-    if version != _VERSION:
-        raise ValueError(f"{path} has header version {version}; only version {_VERSION} is read")
-    held = (size - _HEADER_BYTES) // 2
-    if count != held:
-        raise ValueError(f"{path} has a header that promises {count} tokens, but the file holds {held}")
-    return _HEADER_BYTES
-
-
-def _check_ids(path: Path, tokens: np.ndarray, *, vocab_size: int) -> None:
-    if vocab_size > np.iinfo(np.uint16).max:
-        return
-    for start in range(0, len(tokens), _SCAN_TOKENS):
-        chunk = tokens[start : start + _SCAN_TOKENS]
-        if chunk.max() >= vocab_size:
-            offset = start + int(np.argmax(chunk >= vocab_size))
-            raise ValueError(
-                f"{path} holds the token id {tokens[offset]} at offset {offset} (counted in tokens), but "
-                f"vocab_size is {vocab_size}; every id must be below it"
-            )

@@ -9,7 +9,7 @@ from jaxblock import Decoder
 from jaxblock.functional import LossOptions
 from jaxblock.parallel.pmap import LossSums
 from jaxblock.training.batches import Batch
-from jaxblock.training.step import batch_loss
+from jaxblock.training.objectives import language_loss
 from tests.small import tokens
 
 
@@ -25,7 +25,7 @@ def loss_sums_of(model: Decoder) -> LossSums:
     """Return the summed loss and the number of real targets of a batch."""
 
     def loss_sums(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        result = batch_loss(model, params, batch, options=LossOptions())
+        result = language_loss(model, params, batch, options=LossOptions())
         return result.total, result.weight
 
     return loss_sums

@@ -12,12 +12,16 @@ import pytest
 from jaxblock import ExecutionConfig, ModelConfig
 from jaxblock.cli import main
 from jaxblock.training.config import (
+    CheckpointConfig,
     DataConfig,
+    GuardConfig,
+    InitConfig,
     LossConfig,
     OptimizerConfig,
     RunConfig,
     SampleConfig,
     TrainConfig,
+    WatchConfig,
 )
 from jaxblock.training.config_file import (
     build_config,
@@ -34,7 +38,14 @@ DEFAULT = TrainConfig()
 # Every field away from its default, the optional ones set, the tuple filled.
 CHANGED = TrainConfig(
     run=RunConfig(
-        name="café", dir="a b", steps=7, seed=2**32 - 1, log_every=1, evaluate_every=2, checkpoint_every=3
+        name="café",
+        dir="a b",
+        task='classifier(pooling="last")',
+        steps=7,
+        seed=2**32 - 1,
+        log_every=1,
+        evaluate_every=2,
+        checkpoint_every=3,
     ),
     model=ModelConfig(
         vocab_size=300,
@@ -64,24 +75,30 @@ CHANGED = TrainConfig(
         stream_dtype="float16",
     ),
     execution=ExecutionConfig(scan_unroll=2, remat="full", history="plain", attention="blocked"),
-    data=DataConfig(path='quote".txt', batch=3, seams="separate", validation_tokens=99),
+    init=InitConfig(from_run="runs/before", weights="average"),
+    data=DataConfig(
+        path='quote".txt', batch=6, accumulation=3, seams="separate", separator=0, validation_tokens=99
+    ),
     optimizer=OptimizerConfig(
         learning_rate=1e-4,
+        algorithm="lion(beta1=0.5)",
         schedule="linear(final=0.5)",
         warmup=0.25,
         weight_decay=0.0,
-        beta1=0.8,
-        beta2=0.9,
-        epsilon=1e-6,
         clip=0.0,
+        role_rates={"norm": 2.0},
+        average=0.9,
     ),
+    guard=GuardConfig(non_finite="skip", spike="rewind", deviations=5.0, window=64, limit=3),
+    checkpoint=CheckpointConfig(keep_latest=1, keep_best=1, keep_every=10),
+    watch=WatchConfig(figure_seconds=0.0, tensorboard=True, wandb="p", profile_start=3, profile_steps=1),
     loss=LossConfig(z_loss=1e-4, label_smoothing=0.1),
     sample=SampleConfig(prompt="line\nbreak 😀", length=5, temperature=0.0, top_k=3, top_p=0.5),
 )
 
 
 def flat(config: TrainConfig) -> dict[str, object]:
-    values = config.model_dump()
+    values = config.values()
     return {field.path: values[field.section][field.name] for field in fields()}
 
 

@@ -252,10 +252,10 @@ def test_b85_nothing_but_empty_files(tmp_path):
     with pytest.raises(ValueError, match=r"x\.txt is empty"):
         load(tmp_path / "x.txt")
     (tmp_path / "y.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(ValueError, match=r"holds no file with text .*Skipped 2 empty files"):
+    with pytest.raises(ValueError, match=r"is empty: it holds no text .*Skipped 2 empty files"):
         load(tmp_path)
     (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match=r"none holds no file with text$"):
+    with pytest.raises(ValueError, match=r"none is empty: it holds no text$"):
         load(tmp_path / "none")
 
 

@@ -10,66 +10,36 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxblock.cli import main
-from jaxblock.training.batches import TrainBatches
-from jaxblock.training.checkpoint import Checkpoints
 from jaxblock.training.corpus import load_corpus
+from jaxblock.training.guard import GOOD
 from jaxblock.training.interrupts import Interrupts
-from jaxblock.training.run_folder import RunFolder
 from tests.small_corpus import write_shard
-from tests.small_training import abstract_state
-
-STEPS = 6
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
-MODEL = ["--model.depth", "1", "--model.width", "8", "--model.heads", "2", "--model.context", "16"]
-PLAIN = ["--model.norm", "rms_norm", "--model.bias", "false", "--model.positions", "none"]
-PLAIN += ["--model.feed_forward", "relu", "--model.initialization", "plain", "--execution.scan_unroll", "1"]
-RUN = [
-    "--run.log_every",
-    "2",
-    "--run.evaluate_every",
-    "4",
-    "--run.checkpoint_every",
-    "4",
-    "--optimizer.learning_rate",
-    "3e-3",
-]
-DATA = ["--data.batch", "4", "--data.seams", "separate"]
-SHORT = [*MODEL, *PLAIN, *RUN, *DATA, "--run.steps", str(STEPS), "--sample.length", "8"]
+from tests.small_runs import (
+    STEPS,
+    at_step,
+    losses,
+    restored,
+    resume,
+    rows,
+    shared_programs,
+    signalled,
+    summary,
+    train,
+    write_text,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compile_once(tmp_path_factory):
-    """Runs of one config share their programs: compiling is what takes the time here."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0), strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    with shared_programs(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """A JSONL file of a hundred documents, most of them longer than a window."""
-    path = tmp_path_factory.mktemp("data") / "fox.jsonl"
-    draw = np.random.default_rng(0)
-    lines = [json.dumps({"text": " ".join(draw.choice(WORDS, draw.integers(1, 9)))}) for _ in range(100)]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return path
-
-
-def train(data: Path, run: Path, *flags: str) -> int:
-    return main(["train", *SHORT, "--data.path", str(data), "--run.dir", str(run), *flags])
-
-
-def resume(run: Path, *flags: str) -> int:
-    return main(["train", "--resume", str(run), *flags])
+    return write_text(tmp_path_factory.mktemp("data") / "fox.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -78,58 +48,6 @@ def unbroken(text, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "unbroken"
     assert train(text, run) == 0
     return run
-
-
-def rows(run: Path) -> list[dict]:
-    """Return the rows of metrics.jsonl as a strict reader sees them."""
-
-    def refuse(constant: str):
-        raise AssertionError(f"{constant} is no JSON")
-
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line, parse_constant=refuse) for line in lines]
-
-
-def losses(run: Path) -> dict[int, float]:
-    """Return the loss of each step, and check that no step stands there twice or out of order."""
-    steps = [row["step"] for row in rows(run) if "loss" in row]
-    assert steps == list(range(1, len(steps) + 1))
-    return {row["step"]: row["loss"] for row in rows(run) if "loss" in row}
-
-
-def summary(run: Path) -> dict:
-    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
-
-
-def restored(run: Path):
-    """Return the config, the model, the newest checkpoint's step and its state."""
-    folder = RunFolder.open(run)
-    config = folder.read_config()
-    model, state = abstract_state(config)
-    with Checkpoints(folder.checkpoints) as checkpoints:
-        newest = checkpoints.latest()
-        assert newest is not None
-        return config, model, newest, checkpoints.restore(newest, state)
-
-
-def at_step(monkeypatch, number: int, action) -> None:
-    """Let `action(batch)` stand in for the batch of one step; `number` counts the updates before it."""
-    read = TrainBatches.__getitem__
-    monkeypatch.setattr(
-        TrainBatches,
-        "__getitem__",
-        lambda self, step: action(read(self, step)) if step == number else read(self, step),
-    )
-
-
-def signalled(number: int):
-    """Return an action that sends this process a signal and changes nothing."""
-
-    def action(batch):
-        os.kill(os.getpid(), number)
-        return batch
-
-    return action
 
 
 # A run that goes through -----------------------------------------------------------------------------------
@@ -154,7 +72,7 @@ def test_the_summary_tells_the_result(unbroken, text):
     assert told["steps"] == STEPS
     assert told["corpus_fingerprint"] == corpus.fingerprint
     assert told["val_bits_per_byte"] == pytest.approx(told["val_loss"] / math.log(2))
-    assert 0 < told["baseline_trigram_loss"] < told["val_loss"] < 7
+    assert 0 < told["baseline_loss"] < told["val_loss"] < 7
     assert told["params"] == sum(leaf.size for leaf in jax.tree.leaves(restored(unbroken)[3].params))
     assert told["wall_s"] > told["compile_s"] > 0
     assert told["tokens_per_s"] > 0
@@ -252,7 +170,7 @@ def test_a_signal_saves_the_current_step_and_says_so(interrupted):
     config, _, step, state = restored(interrupted)
     assert step == int(state.step) == 3
     assert config.run.steps == STEPS
-    assert bool(state.healthy)
+    assert state.guard.alarm == GOOD
     assert list(losses(interrupted)) == [1, 2, 3]
     assert (interrupted / "plots" / "loss.png").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # the handlers of before are back
@@ -335,13 +253,14 @@ def test_b44_another_seed_gives_other_losses(broken, unbroken):
 
 def test_a_run_that_is_not_finite_stops_and_keeps_its_last_finite_parameters(broken):
     told = summary(broken)
-    assert (told["status"], told["steps"], told["non_finite_step"]) == ("non_finite", 3, 4)
+    assert (told["status"], told["steps"], told["bad_step"]) == ("non_finite", 3, 4)
     _, _, step, state = restored(broken)
     assert step == int(state.step) == 3
-    assert not state.healthy
+    assert state.guard.alarm == GOOD  # whoever resumes meets the batch again
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.params, state.moments)))
     last = rows(broken)[-1]
-    assert (last["step"], last["event"], last["loss"]) == (4, "non_finite", None)
+    assert (last["step"], last["event"], last["action"], last["loss"]) == (4, "non_finite", "stop", None)
+    assert last["quantity"] == "loss"  # every logit was finite
     assert [row["step"] for row in rows(broken) if "event" in row] == [0, 4]
     assert (broken / "sample.txt").stat().st_size > 0
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from jaxblock import Decoder, ExecutionConfig
-from jaxblock.training.step import make_evaluation, make_step
+from jaxblock.training.guard import GOOD, NON_FINITE
+from jaxblock.training.objectives import evaluation_loss
+from jaxblock.training.step import make_step
 from tests.small_training import (
     Bigram,
     abstract_state,
@@ -50,17 +52,17 @@ def test_b36_sixty_four_bit_mode_keeps_every_dtype():
     assert dtypes(state.params) == {"float32"}
     assert dtypes(state.moments) == {"float32", "int32"}
     assert state.step.dtype == jnp.int32
-    assert dtypes(metrics._replace(healthy=metrics.loss)) == {"float32"}
+    assert dtypes(metrics._replace(alarm=metrics.loss)) == {"float32"}
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_moments_keep_the_parameters_dtype(param_dtype):
+def test_moments_are_float32_whatever_the_parameters(param_dtype):
     run = training(param_dtype=param_dtype, dtype="bfloat16", stream_dtype="bfloat16")
     model, state = abstract_state(run)
     after, _ = jax.eval_shape(make_step(model, run), state, batch(), KEY)
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
     assert dtypes(state.params) == {param_dtype}
-    assert dtypes(state.moments) == {param_dtype, "int32"}
+    assert dtypes(state.moments) == {"float32", "int32"}
 
 
 def test_b34_bfloat16_compute_leaves_parameters_moments_and_logits_in_float32():
@@ -69,7 +71,7 @@ def test_b34_bfloat16_compute_leaves_parameters_moments_and_logits_in_float32():
     after, metrics = step(state, batch(), KEY)
     assert dtypes(after.params) == {"float32"}
     assert dtypes(after.moments) == {"float32", "int32"}
-    assert bool(metrics.healthy)
+    assert metrics.alarm == GOOD
     logits_BTV = jax.eval_shape(Decoder(run.model).apply, {"params": state.params}, batch().inputs_BT)
     assert logits_BTV.dtype == jnp.float32
     exact, same_state = stepper(BASE)
@@ -114,15 +116,16 @@ def test_b41_control_without_dropout_step_and_key_change_nothing():
 def test_a_loss_that_is_not_finite_stops_this_update_and_every_later_one():
     step, state = stepper(BASE)
     before, good = step(state, batch(), KEY)
-    assert bool(good.healthy)
+    assert good.alarm == GOOD
     assert not np.array_equal(before.params["embedding"]["table"], state.params["embedding"]["table"])
     stopped, bad = step(before, poisoned(), KEY)
-    assert not bad.healthy
+    assert bad.alarm == NON_FINITE
     assert np.isnan(bad.loss)
-    chex.assert_trees_all_equal(stopped._replace(healthy=before.healthy), before)
+    chex.assert_trees_all_equal(stopped._replace(guard=before.guard), before)
+    chex.assert_trees_all_equal(stopped.guard._replace(alarm=before.guard.alarm), before.guard)
     later, metrics = step(stopped, batch(), KEY)
     assert np.isfinite(metrics.loss)
-    assert not metrics.healthy
+    assert metrics.alarm == NON_FINITE
     chex.assert_trees_all_equal(later, stopped)
 
 
@@ -135,7 +138,7 @@ def test_a_gradient_that_is_not_finite_stops_too():
     after, metrics = jax.jit(make_step(Bigram(), run))(state, batch(), KEY)
     assert np.isfinite(metrics.loss)
     assert not np.isfinite(metrics.gradient_norm)
-    assert not metrics.healthy
+    assert metrics.alarm == NON_FINITE
     chex.assert_trees_all_equal(after.params, params)
 
 
@@ -185,7 +188,7 @@ def test_z_loss_and_smoothing_move_the_objective_and_not_the_loss(z_loss, smooth
 
 def test_evaluation_is_the_plain_loss_without_dropout_smoothing_and_z_loss():
     step, state = stepper(NOISY)
-    result = jax.jit(make_evaluation(Decoder(NOISY.model), NOISY))(state.params, batch())
+    result = jax.jit(evaluation_loss(Decoder(NOISY.model), NOISY))(state.params, batch())
     assert float(result.loss) == pytest.approx(float(result.nats / result.weight), rel=1e-6)
     assert float(result.weight) == 11
     plain, same_state = stepper(BASE)

@@ -1,0 +1,79 @@
+"""What a run does at a bad step: stop, skip its batch, or rewind; and the row that says so in metrics.jsonl."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxblock.training.config import GuardConfig
+from jaxblock.training.diagnosis import Fault, find_fault
+from jaxblock.training.run_folder import finite_or_none
+from jaxblock.training.step import StepMetrics, TrainState
+from jaxblock.training.task import Task
+from jaxblock.types import Array
+
+
+class BadStep(NamedTuple):
+    """A step whose update was not applied."""
+
+    step: int
+    """The number it would have had."""
+    kind: str
+    """non_finite or spike."""
+    metrics: StepMetrics
+
+
+class Answer(NamedTuple):
+    """What is done about it."""
+
+    action: str
+    """stop, skip or rewind."""
+    strikes: int
+    """Bad steps since the last `window` good ones, this one included."""
+    reason: str
+    """Why another action than the config's, or nothing."""
+
+
+def answer_of(bad: BadStep, state: TrainState, config: GuardConfig) -> Answer:
+    """Return the config's action, or stop where more bad steps came than its limit."""
+    action = config.non_finite if bad.kind == "non_finite" else config.spike
+    strikes = int(state.guard.strikes) + 1
+    if action != "stop" and strikes > config.limit:
+        return Answer("stop", strikes, f"more than guard.limit = {config.limit} bad steps")
+    return Answer(action, strikes, "")
+
+
+def locate(bad: BadStep, task: Task, state: TrainState, batch: Any, key: Array) -> Fault:
+    """Return where the step went wrong; `state` is the one before it, since a bad step is not applied.
+
+    Args:
+      bad: the step.
+      task: what is trained.
+      state: frozen by the alarm.
+      batch: the one the step read.
+      key: the run's.
+    """
+    dropout_key = jax.random.fold_in(key, state.step)
+    return find_fault(task, state.params, batch, dropout_key, kind=bad.kind)
+
+
+def bad_step_row(bad: BadStep, answer: Answer, fault: Fault, *, batch: int, skipped: int) -> dict[str, Any]:
+    """Return the row of metrics.jsonl; what is not finite is null.
+
+    A row with `skipped` is history that a resume keeps; a stop is not: whoever resumes meets the step again.
+    """
+    values = {name: float(getattr(bad.metrics, name)) for name in ("loss", "gradient_norm", "parameter_norm")}
+    why = f" ({answer.reason})" if answer.reason else ""
+    row: dict[str, Any] = {
+        "step": bad.step,
+        "event": bad.kind,
+        "action": answer.action,
+        "batch": batch,
+        "strikes": answer.strikes,
+        **{name: finite_or_none(value) for name, value in values.items()},
+        "quantity": fault.quantity,
+        "place": fault.place,
+        "tensor": fault.tensor,
+        "layer": fault.layer,
+        "sentence": f"step {bad.step}, batch {batch}: {bad.kind}; {fault.sentence}; {answer.action}{why}",
+    }
+    return row if answer.action == "stop" else {**row, "skipped": skipped}

@@ -1,0 +1,160 @@
+"""A classifier as a task: labelled texts, mean cross entropy over real rows, accuracy, the largest class to beat."""
+
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxblock.functional.losses import CrossEntropy, LossOptions, cross_entropy
+from jaxblock.models.classifier import Classifier, predict
+from jaxblock.training.config import TrainConfig
+from jaxblock.training.function_corpus import load_functions
+from jaxblock.training.labelled import (
+    LabelledBatch,
+    LabelledBatches,
+    LabelledExamples,
+    LabelledValidation,
+    load_labelled,
+    pad_examples,
+)
+from jaxblock.training.task import Baseline, Score, Task
+from jaxblock.types import Array, Params
+
+BYTE_VALUES = 256
+PLAIN = LossOptions()
+"""Neither smoothing nor z-loss; every column of the logits is a class."""
+
+
+class Majority(NamedTuple):
+    """How a predictor that reads no text does on the validation examples."""
+
+    loss: float
+    """Nats per example."""
+    accuracy: float
+    """Fraction of examples that are of the largest class."""
+
+
+def classifier_task(config: TrainConfig) -> Task:
+    """Load the examples and return the task; without `data.path`, the functions of the standard library.
+
+    Raises:
+      ValueError: the data do not fit the config.
+    """
+    context, vocab_size, path = config.model.context, config.model.vocab_size, config.data.path
+    if vocab_size < BYTE_VALUES:
+        raise ValueError(f"model.vocab_size is {vocab_size}; it must be at least {BYTE_VALUES} for bytes")
+    if config.data.seams != "joined":
+        raise ValueError(
+            f"data.seams is {config.data.seams!r}; a classifier's rows have no seams, leave it out"
+        )
+    corpus = load_functions(context=context) if path is None else load_labelled(Path(path), context=context)
+    pooling = config.run.task_choice.options["pooling"]
+    model = Classifier(config.model, config.execution, classes=len(corpus.names), pooling=pooling)
+    options = LossOptions(z_loss=config.loss.z_loss, label_smoothing=config.loss.label_smoothing)
+    majority = majority_baseline(corpus.train, corpus.validation)
+    shape = {"context": context, "batch": config.data.batch}
+
+    def forward(params: Params, batch: LabelledBatch, key: Array | None) -> tuple[Array, dict[str, Any]]:
+        logits_BC, collected = _apply(model, params, batch, key, mutable=["intermediates"])
+        return logits_BC, dict(collected["intermediates"])
+
+    return Task(
+        model=model,
+        init=lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"],
+        loss=lambda params, batch, key: classifier_loss(
+            model, params, batch, options=options, dropout_key=key
+        ),
+        score=lambda params, batch: classifier_score(model, params, batch),
+        train=LabelledBatches(corpus.train, seed=config.run.seed, **shape),
+        validation=LabelledValidation(corpus.validation, **shape),
+        facts={
+            "corpus": corpus.source,
+            "corpus_fingerprint": corpus.fingerprint,
+            "bytes_per_token": None,
+            "classes": list(corpus.names),
+        },
+        words=(corpus.source, *corpus.notes),
+        baseline=lambda: Baseline(majority.loss, f"class frequencies (accuracy {majority.accuracy:.3f})"),
+        finish=lambda params, key: _describe(model, params, _shown(corpus.validation, config)),
+        forward=forward,
+    )
+
+
+def classifier_loss(
+    model: Classifier,
+    params: Params,
+    batch: LabelledBatch,
+    *,
+    options: LossOptions = PLAIN,
+    dropout_key: Array | None = None,
+) -> CrossEntropy:
+    """Return the mean cross entropy over real rows (`weight` of them); dropout is on exactly when a key is passed.
+
+    `options.vocab_size` stays None: every column of the logits is a class.
+    """
+    logits_BC, _ = _apply(model, params, batch, dropout_key)
+    return _row_loss(logits_BC, batch, options)
+
+
+def classifier_score(model: Classifier, params: Params, batch: LabelledBatch) -> Score:
+    """Return a batch's sums: nats, real rows, and "accuracy", the real rows whose most probable class is theirs.
+
+    Without dropout, smoothing and z-loss.
+    """
+    logits_BC, _ = _apply(model, params, batch, None)
+    result = _row_loss(logits_BC, batch, PLAIN)
+    hit_B = jnp.argmax(logits_BC, axis=-1) == jnp.asarray(batch.labels_B)
+    hits = jnp.sum(hit_B & jnp.asarray(batch.real_B)).astype(jnp.float32)
+    return Score(result.nats, result.weight, {"accuracy": hits})
+
+
+def majority_baseline(train: LabelledExamples, validation: LabelledExamples) -> Majority:
+    """Return how the training classes alone predict, the mark to beat.
+
+    The class with most training examples (the first of equals) is always said; class c has probability
+    (n_c + 1) / (n + C), so that one without a training example still has some.
+    """
+    counts_C = np.bincount(train.labels_E, minlength=len(train.names))
+    p_C = (counts_C + 1.0) / (len(train) + len(train.names))
+    return Majority(
+        loss=float(np.mean(-np.log(p_C[validation.labels_E]))),
+        accuracy=float(np.mean(validation.labels_E == np.argmax(counts_C))),
+    )
+
+
+def _apply(
+    model: Classifier, params: Params, batch: LabelledBatch, key: Array | None, *, mutable: Any = ()
+) -> tuple[Array, Any]:
+    """Return (logits [B, C], what was collected)."""
+    rngs = {} if key is None else {"dropout": key}
+    inputs_BT, valid_BT = jnp.asarray(batch.inputs_BT), jnp.asarray(batch.valid_BT)
+    made = model.apply({"params": params}, inputs_BT, valid_BT=valid_BT, rngs=rngs, mutable=list(mutable))
+    return cast(tuple[Array, Any], made)
+
+
+def _row_loss(logits_BC: Array, batch: LabelledBatch, options: LossOptions) -> CrossEntropy:
+    labels_B1, real_B1 = jnp.asarray(batch.labels_B)[:, None], jnp.asarray(batch.real_B)[:, None]
+    return cross_entropy(logits_BC[:, None], labels_B1, valid_BT=real_B1, options=options)
+
+
+def _shown(validation: LabelledExamples, config: TrainConfig) -> LabelledExamples:
+    """Return what sample.txt shows: the config's prompt, without a label of its own, or the first held-out texts."""
+    if config.sample.prompt is not None:
+        prompt = config.sample.prompt.encode("utf-8", errors="surrogateescape")
+        return LabelledExamples.of([prompt], [0], validation.names)
+    return validation.take(range(min(3, len(validation))))
+
+
+def _describe(model: Classifier, params: Params, examples: LabelledExamples) -> str:
+    """Return texts with the two classes that the model finds most probable, as a person reads them."""
+    batch = pad_examples(examples, range(len(examples)), context=model.config.context)
+    found = jax.device_get(predict(model, params, batch.inputs_BT, batch.valid_BT))
+    parts = []
+    for row, p_C in enumerate(found.probability_BC):
+        best = np.argsort(-p_C, kind="stable")[:2]
+        says = ", ".join(f"{examples.names[c]} {p_C[c]:.2f}" for c in best)
+        text = examples.text(row)[: model.config.context].tobytes().decode("utf-8", errors="replace")
+        parts.append(f"{text}\n-> {says}\n")
+    return "\n".join(parts)

@@ -1,0 +1,152 @@
+"""How good a run's newest checkpoint is on its validation data or on a file: every token once, with sliding context."""
+
+import functools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxblock.contracts import check_choice, check_integer
+from jaxblock.models.decoder import Decoder
+from jaxblock.training.batches import Batch, read_windows
+from jaxblock.training.config import TrainConfig
+from jaxblock.training.corpus import TokenStream
+from jaxblock.training.language_task import load_run_corpus
+from jaxblock.training.objectives import evaluation_loss
+from jaxblock.training.prepare import TASKS, run_keys
+from jaxblock.training.run_folder import RunFolder
+from jaxblock.training.task import Score, evaluate
+from jaxblock.training.tokenizers import Tokenizer, restore_tokenizer
+from jaxblock.training.weights import load_weights
+
+NATS_PER_BIT = math.log(2.0)
+
+
+class SlidingBatches:
+    """A stream of N tokens in which each of the N - 1 targets counts once, read with at least context - stride
+    tokens before it (the first ones with all there are).
+
+    Window k reads tokens k * stride to k * stride + context; of its targets those count that window k - 1 did not
+    reach. With stride = context windows lie side by side, as in a run's own evaluations.
+    """
+
+    def __init__(self, stream: TokenStream, *, context: int, stride: int, batch: int, seams: str):
+        check_integer("stride", stride, least=1, most=context)
+        if len(stream) < 2:
+            raise ValueError(f"the text holds {len(stream)} tokens, but it must hold at least 2")
+        self._stream, self._context, self._stride = stream, context, stride
+        self._batch, self._seams = batch, seams
+        self.windows = 1 + max(0, -(-(len(stream) - 1 - context) // stride))
+
+    def __len__(self) -> int:
+        return -(-self.windows // self._batch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for first in range(0, self.windows, self._batch):
+            numbers = np.arange(first, first + self._batch)
+            starts = np.where(numbers < self.windows, numbers * self._stride, len(self._stream))
+            batch = read_windows(self._stream, starts.tolist(), context=self._context, seams=self._seams)
+            # Window k - 1 reached all but the last `stride` places of window k.
+            is_new_BT = (numbers == 0)[:, None] | (
+                np.arange(self._context) >= self._context - self._stride
+            )
+            yield batch._replace(valid_BT=batch.valid_BT & is_new_BT)
+
+
+class _Text(NamedTuple):
+    """What is scored."""
+
+    words: str
+    stream: TokenStream
+    bytes_per_token: float | None
+
+
+def evaluate_run(path: Path, *, file: Path | None, stride: int | None, weights: str) -> dict[str, Any]:
+    """Return the loss and what follows from it, by the newest checkpoint of the run in `path`.
+
+    Args:
+      path: the run's folder; nothing in it is changed.
+      file: text (or a `.bin` shard) to score; None = the run's validation data.
+      stride: tokens a window moves on; None = half the context.
+      weights: "last", or "average" for the moving average.
+
+    Returns:
+      Of a language model: loss (nats per token), perplexity, bits_per_byte (None where bytes are unknown), tokens
+      scored; of a classifier: loss and accuracy over its validation data. Also run, step, weights, data.
+
+    Raises:
+      ValueError: no run, no checkpoint, data that changed since the run started, text the tokenizer cannot read.
+    """
+    check_choice("weights", weights, ("last", "average"))
+    folder = RunFolder.open(path)
+    config, start = folder.read_config(), folder.start_row()
+    about = {"run": str(path), "weights": weights}
+    if config.run.task_choice.name != "language_model":
+        if file is not None or stride is not None:
+            raise ValueError(
+                f"the run in {str(path)!r} is a {config.run.task_choice.name}; it is evaluated on its own data, "
+                "without --file and --stride"
+            )
+        return about | _evaluate_task(folder, config, weights)
+    text = _own_text(folder, config) if file is None else _text_of(file, folder, config, start)
+    context = config.model.context
+    batches = SlidingBatches(
+        text.stream,
+        context=context,
+        stride=max(1, context // 2) if stride is None else stride,
+        batch=config.data.batch,
+        seams=config.data.seams if file is None else "joined",
+    )
+    model = Decoder(config.model, config.execution)
+    like = jax.eval_shape(lambda key: model.init(key, np.zeros((1, 1), np.int32))["params"], run_keys(0).init)
+    found = load_weights(path, like, which=weights)
+    plain = evaluation_loss(model, config)
+
+    @jax.jit
+    def score(params: Any, batch: Batch) -> Score:
+        result = plain(params, batch)
+        return Score(result.nats, result.weight, {"tokens": result.weight})
+
+    means = evaluate(score, found.params, batches)
+    bits = None if text.bytes_per_token is None else means["loss"] / NATS_PER_BIT / text.bytes_per_token
+    return {
+        **about,
+        "step": found.step,
+        "data": text.words,
+        "tokens": sum(int(batch.valid_BT.sum()) for batch in batches),
+        "loss": means["loss"],
+        "perplexity": math.exp(min(means["loss"], 700.0)),
+        "bits_per_byte": bits,
+    }
+
+
+def _evaluate_task(folder: RunFolder, config: TrainConfig, weights: str) -> dict[str, Any]:
+    """Score a run's own validation data, as the run itself does."""
+    task = TASKS[config.run.task_choice.name](config)
+    folder.check_data(task.facts)
+    found = load_weights(
+        folder.path, jax.eval_shape(task.init, run_keys(config.run.seed).init), which=weights
+    )
+    means = evaluate(jax.jit(task.score), found.params, task.validation)
+    return {"step": found.step, "data": task.facts["corpus"], **means}
+
+
+def _own_text(folder: RunFolder, config: TrainConfig) -> _Text:
+    """Return the run's validation slice."""
+    corpus = load_run_corpus(config)
+    folder.check_data({"corpus_fingerprint": corpus.fingerprint})
+    return _Text(f"validation slice of {corpus.source}", corpus.validation, corpus.bytes_per_token)
+
+
+def _text_of(file: Path, folder: RunFolder, config: TrainConfig, start: dict[str, Any]) -> _Text:
+    """Return a file's tokens by the run's tokenizer."""
+    raise NotImplementedError
+
+
+def tokenizer_of(folder: RunFolder) -> Tokenizer | None:
+    """Return the tokenizer a run recorded when it started; None where its tokens are ids of unknown text."""
+    record = folder.start_row()["tokenizer"]
+    return None if record is None else restore_tokenizer(record, folder.path)

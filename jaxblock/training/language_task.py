@@ -1,0 +1,91 @@
+"""The language model as a task: windows of a corpus, next-token loss, a trigram model to beat, a sample at the end."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxblock.models.decoder import Decoder
+from jaxblock.training.baseline import trigram_baseline
+from jaxblock.training.batches import Batch, TrainBatches, ValidationBatches
+from jaxblock.training.config import TrainConfig
+from jaxblock.training.corpus import Corpus, load_corpus
+from jaxblock.training.objectives import evaluation_loss, training_loss
+from jaxblock.training.sampling import continue_prompt, decode, encode_prompt
+from jaxblock.training.task import Baseline, Score, Task
+from jaxblock.types import Array, Params
+
+PROMPT_TOKENS = 32
+"""Tokens of the validation slice that are continued where no prompt is given."""
+
+
+def language_task(config: TrainConfig) -> Task:
+    """Load the corpus and return the task.
+
+    Raises:
+      ValueError: the data do not fit the config.
+    """
+    corpus = load_corpus(
+        None if config.data.path is None else Path(config.data.path),
+        vocab_size=config.model.vocab_size,
+        context=config.model.context,
+        validation_tokens=config.data.validation_tokens,
+    )
+    if config.data.seams == "separate":
+        _check_targets(corpus)
+    as_bytes = corpus.bytes_per_token is not None
+    prompt_1T = corpus.validation.read(0, min(PROMPT_TOKENS, len(corpus.validation)))[None]
+    if config.sample.prompt is not None:
+        prompt_1T = encode_prompt(config.sample.prompt, as_bytes=as_bytes, vocab_size=config.model.vocab_size)
+    model = Decoder(config.model, config.execution)
+    shape = {"context": config.model.context, "batch": config.data.batch, "seams": config.data.seams}
+    plain = evaluation_loss(model, config)
+
+    def score(params: Params, batch: Batch) -> Score:
+        result = plain(params, batch)
+        return Score(result.nats, result.weight, {})
+
+    def baseline() -> Baseline:
+        found = trigram_baseline(corpus.train, corpus.validation, config.model.vocab_size)
+        return Baseline(found.loss, "a trigram model")
+
+    def finish(params: Params, key: Array) -> str:
+        tokens = continue_prompt(model, params, prompt_1T, config.sample, key=key)
+        prompt, text = decode(prompt_1T[0], as_bytes=as_bytes), decode(tokens, as_bytes=as_bytes)
+        return prompt + ("" if as_bytes else " ") + text + "\n"
+
+    def forward(params: Params, batch: Batch, key: Array | None) -> tuple[Array, dict[str, Any]]:
+        rngs = {} if key is None else {"dropout": key}
+        inputs_BT, _, _, segments_BT = jax.tree.map(jnp.asarray, batch)
+        variables, given = {"params": params}, {"segments_BT": segments_BT, "rngs": rngs}
+        logits_BTV, collected = model.apply(variables, inputs_BT, **given, mutable=["intermediates"])
+        return cast(Array, logits_BTV), dict(collected["intermediates"])
+
+    return Task(
+        model=model,
+        init=lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"],
+        loss=training_loss(model, config),
+        score=score,
+        train=TrainBatches(corpus.train, seed=config.run.seed, **shape),
+        validation=ValidationBatches(corpus.validation, **shape),
+        facts={
+            "corpus": corpus.source,
+            "corpus_fingerprint": corpus.fingerprint,
+            "bytes_per_token": corpus.bytes_per_token,
+        },
+        words=(corpus.source, *corpus.notes),
+        baseline=baseline,
+        finish=finish,
+        forward=forward,
+    )
+
+
+def _check_targets(corpus: Corpus) -> None:
+    """Raise ValueError if all documents of a split have one token, which has nothing to predict."""
+    for split, stream in (("train", corpus.train), ("validation", corpus.validation)):
+        if np.diff(stream.starts, append=len(stream)).max() < 2:
+            raise ValueError(
+                f"data.seams is 'separate', but every document of the {split} split has one token and no target"
+            )

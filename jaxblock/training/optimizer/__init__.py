@@ -1,0 +1,22 @@
+"""The optimizer as a pure function of gradients, and the learning rate as a pure function of the step."""
+
+from jaxblock.training.optimizer.roles import (
+    DECAYED_ROLES,
+    decay_mask,
+    decay_table,
+    optimizer_table,
+    rate_factors,
+)
+from jaxblock.training.optimizer.schedule import Schedule, learning_rate_schedule
+from jaxblock.training.optimizer.update import make_optimizer
+
+__all__ = [
+    "DECAYED_ROLES",
+    "Schedule",
+    "decay_mask",
+    "decay_table",
+    "learning_rate_schedule",
+    "make_optimizer",
+    "optimizer_table",
+    "rate_factors",
+]

@@ -1,0 +1,70 @@
+"""What a run learns, as one record: the loop knows batches, a loss and numbers to report, and no task by name."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxblock.training.objectives import Loss
+from jaxblock.types import Array, Params
+
+
+class Batches(Protocol):
+    """The endless training batches: `batches[number]` is a pure function of the run's seed and the number."""
+
+    def __getitem__(self, step: int, /) -> Any: ...
+
+
+class Baseline(NamedTuple):
+    """What a model has to beat."""
+
+    loss: float
+    """Nats per target on the validation data."""
+    words: str
+    """What it is, as in "a trigram model"."""
+
+
+class Score(NamedTuple):
+    """Sums over a batch of evaluation; add them, then divide by `weight`."""
+
+    nats: Array
+    """Cross entropy of the real targets, without smoothing and z-loss."""
+    weight: Array
+    """Number of real targets."""
+    extra: Mapping[str, Array]
+    """Other sums by name, as "correct" of a classifier: reported per target."""
+
+
+class Task(NamedTuple):
+    """Everything a run needs to know about what it learns."""
+
+    model: Any
+    """Has `labels` and `project`, as `Decoder` has."""
+    init: Callable[[Array], Params]
+    """Initial parameters from a key."""
+    loss: Loss
+    """What is minimised."""
+    score: Callable[[Params, Any], Score]
+    """What is evaluated."""
+    train: Batches
+    validation: Iterable[Any]
+    facts: dict[str, Any]
+    """What the run records about its data in the first row of metrics.jsonl; `corpus_fingerprint` names them."""
+    words: tuple[str, ...]
+    """Sentences about the data."""
+    baseline: Callable[[], Baseline]
+    finish: Callable[[Params, Array], str]
+    """(parameters, key) -> the text of sample.txt."""
+    forward: Callable[[Params, Any, Array | None], tuple[Array, dict[str, Any]]]
+    """(params, batch, dropout key) -> (logits, intermediates): what a bad step is searched with."""
+
+
+def evaluate(score: Callable[[Params, Any], Score], params: Params, batches: Iterable[Any]) -> dict[str, float]:
+    """Return the mean loss, and every extra, per target over all batches, each target weighted once."""
+    scores = [jax.device_get(score(params, batch)) for batch in batches]
+    weight = np.sum([np.float64(s.weight) for s in scores])
+    means = {"loss": float(np.sum([np.float64(s.nats) for s in scores]) / weight)}
+    for name in scores[0].extra:
+        means[name] = float(np.sum([np.float64(s.extra[name]) for s in scores]) / weight)
+    return means
