@@ -71,7 +71,9 @@ def flop_parts(config: ModelConfig, length: int | None = None) -> FlopParts:
 
 def block_windows(config: ModelConfig) -> list[int]:
     """Return each block's window, 0 = unlimited: `config.window` repeated over the depth."""
-    return [config.window[block % len(config.window)] if config.window else 0 for block in range(config.depth)]
+    return [
+        config.window[block % len(config.window)] if config.window else 0 for block in range(config.depth)
+    ]
 
 
 def visible_keys(length: int, window: int = 0) -> float:
@@ -94,8 +96,16 @@ def flop_conventions(config: ModelConfig, length: int | None = None) -> tuple[Co
     tables = 2 * config.width * config.padded_vocab_size * (2 if config.head == "untied" else 1)
     rows = (
         ("full", common + parts.scores_full, "every product; attention over all T keys, hidden or not"),
-        ("causal", common + parts.scores_causal, "every product; attention over the keys that are not hidden"),
-        ("6N_total", blocks + tables, "6 per weight of the blocks' matrices, token table and head; no scores"),
+        (
+            "causal",
+            common + parts.scores_causal,
+            "every product; attention over the keys that are not hidden",
+        ),
+        (
+            "6N_total",
+            blocks + tables,
+            "6 per weight of the blocks' matrices, token table and head; no scores",
+        ),
         ("6N_blocks", blocks, "6 per weight of the blocks' matrices; no head, no scores"),
     )
     return tuple(Convention(name, float(x), float(TRAINING_FACTOR * x), counts) for name, x, counts in rows)

@@ -16,7 +16,6 @@ from jaxblock.models.decoder import Decoder
 from jaxblock.residual import Topology, topology
 from jaxblock.types import Params
 
-
 # On the data's way through the model.
 _PLACES = ("embedding", "positions", "shared", "blocks", "close", "final_norm", "head")
 

@@ -4,11 +4,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxblock.cli.arguments import INTERRUPTED, Action, refuse
+from jaxblock.cli.count import count
+from jaxblock.cli.evaluate import evaluate
 from jaxblock.cli.sample import sample
+from jaxblock.cli.tokenize import tokenize
 from jaxblock.cli.train import train
 from jaxblock.contracts import check_choice
 
-COMMANDS: Mapping[str, Callable[[Sequence[str]], Action]] = {"train": train, "sample": sample}
+COMMANDS: Mapping[str, Callable[[Sequence[str]], Action]] = {
+    "train": train,
+    "eval": evaluate,
+    "sample": sample,
+    "count": count,
+    "tokenize": tokenize,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,12 @@ Command = TypeVar("Command")
 
 
 def parse_with_config(
-    command: type[Command], arguments: Sequence[str], *, name: str, description: str | None, known: Sequence[str] = ()
+    command: type[Command],
+    arguments: Sequence[str],
+    *,
+    name: str,
+    description: str | None,
+    known: Sequence[str] = (),
 ) -> tuple[Command, dict[str, Any]]:
     """Return a command's record and the overrides, {"model.depth": 6}, that its words hold.
 

@@ -8,7 +8,11 @@ Row = tuple[str, ...]
 
 def page(figures: Mapping[str, Any]) -> str:
     """Return the tables of `jaxblock.cli.count.figures`."""
-    sections = (*_parameters(figures["parameters"]), *_flops(figures["flops_per_token"]), *_memory(figures["bytes"]))
+    sections = (
+        *_parameters(figures["parameters"]),
+        *_flops(figures["flops_per_token"]),
+        *_memory(figures["bytes"]),
+    )
     return "\n\n".join(sections)
 
 
@@ -53,12 +57,19 @@ def _parameters(counts: Mapping[str, Any]) -> list[str]:
     return [
         table("parameters by role", shares(counts["by_role"])),
         table("parameters by place", shares(counts["by_place"])),
-        table(f"parameters of one block, of {depth}", [(name, f"{n:,}") for name, n in counts["per_block"].items()]),
+        table(
+            f"parameters of one block, of {depth}",
+            [(name, f"{n:,}") for name, n in counts["per_block"].items()],
+        ),
         table(
             "the three N's",
             [
                 ("blocks", f"{counts['blocks']:,}", "the blocks alone"),
-                ("non-embedding", f"{counts['non_embedding']:,}", "without token table, position table, untied head"),
+                (
+                    "non-embedding",
+                    f"{counts['non_embedding']:,}",
+                    "without token table, position table, untied head",
+                ),
                 ("total", f"{total:,}", "every parameter"),
             ],
             words=1,
@@ -67,12 +78,15 @@ def _parameters(counts: Mapping[str, Any]) -> list[str]:
 
 
 def _flops(flops: Mapping[str, Any]) -> list[str]:
-    rows = [("", "forward", "training", "counts")]
+    rows: list[Row] = [("", "forward", "training", "counts")]
     for row in flops["conventions"].values():
         rows.append((row["name"], quantity(row["forward"]), quantity(row["training"]), row["counts"]))
     names = {"scores_full": "attention scores, full", "scores_causal": "attention scores, causal"}
-    parts = [
-        (names.get(name, name.replace("_", " ")), "not counted" if n is None else quantity(n))
+    parts: list[Row] = [
+        (
+            names[name] if name in names else name.replace("_", " "),
+            "not counted" if n is None else quantity(n),
+        )
         for name, n in flops["forward_parts"].items()
     ]
     return [
@@ -82,8 +96,12 @@ def _flops(flops: Mapping[str, Any]) -> list[str]:
 
 
 def _memory(memory: Mapping[str, Any]) -> list[str]:
-    held = [(name, size(memory[name])) for name in ("parameters", "gradients", "optimizer", "average") if memory[name]]
-    kept = [("remat", "per block", "blocks", "history", "logits", "total", "")]
+    held = [
+        (name, size(memory[name]))
+        for name in ("parameters", "gradients", "optimizer", "average")
+        if memory[name]
+    ]
+    kept: list[Row] = [("remat", "per block", "blocks", "history", "logits", "total", "")]
     for policy, of in memory["kept_for_backward"].items():
         cells = (size(of[name]) for name in ("per_block", "blocks", "history", "logits", "total"))
         kept.append((policy, *cells, "<- this config" if policy == memory["remat"] else ""))

@@ -44,9 +44,7 @@ def evaluate(arguments: Sequence[str]) -> Action:
     loose = check_arguments(arguments, known, positionals=1, refuse=lambda name: refuse_flag(name, known))
     if not loose and not asks_for_help(arguments):
         raise ValueError("RUN is missing; it must be the folder of a run: jaxblock eval RUN")
-    command = tyro.cli(
-        EvalCommand, prog="jaxblock eval", description=evaluate.__doc__, args=list(arguments)
-    )
+    command = tyro.cli(EvalCommand, prog="jaxblock eval", description=evaluate.__doc__, args=list(arguments))
     found = evaluate_run(
         Path(command.run),
         file=None if command.file is None else Path(command.file),
@@ -65,6 +63,8 @@ def _report(found: Mapping[str, Any]) -> str:
     """Return what was found, a line each."""
     lines = []
     for name, value in found.items():
-        shown = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+        shown = (
+            f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+        )
         lines.append(f"{name.replace('_', ' '):14} {'unknown' if value is None else shown}")
     return "\n".join(lines)

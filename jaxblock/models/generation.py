@@ -150,8 +150,8 @@ def _generate(
         return jnp.zeros((prompt_BT.shape[0], 0), jnp.int32)
     keys = jax.random.split(key, length)
     state, first_B = _start(model, params, prompt_BT, valid_BT, keys[0], rule=rule)
-    grows = _outgrows(model, prompt_BT.shape[1] + length - 1)
-    _, rest_BT = _advance(model, params, state, keys[1:], rule=rule, grows=grows)
+    limit = _limit_met(model, prompt_BT.shape[1] + length - 1)
+    _, rest_BT = _advance(model, params, state, keys[1:], rule=rule, limit=limit)
     return jnp.concatenate([first_B[:, None], rest_BT], axis=1)
 
 
@@ -170,11 +170,11 @@ def _stream(
     keys = jax.random.split(key, length)
     state, first_B = _start(model, params, prompt_BT, valid_BT, keys[0], rule=rule)
     yield np.asarray(first_B)[:, None]
-    grows = _outgrows(model, prompt_BT.shape[1] + length - 1)
+    limit = _limit_met(model, prompt_BT.shape[1] + length - 1)
     for start in range(1, length, PIECE):
         # The last piece is drawn whole too, and cut: another length would be another program.
         indices = np.minimum(np.arange(start, start + PIECE), length - 1)
-        state, piece_BT = _advance(model, params, state, keys[indices], rule=rule, grows=grows)
+        state, piece_BT = _advance(model, params, state, keys[indices], rule=rule, limit=limit)
         yield np.asarray(piece_BT)[:, : length - start]
 
 
@@ -197,17 +197,17 @@ def _start(
     return _State(cache, _appended(before_BR, token_B)), token_B
 
 
-@functools.partial(jax.jit, static_argnames=("model", "rule", "grows"))
+@functools.partial(jax.jit, static_argnames=("model", "rule", "limit"))
 def _advance(
-    model: Decoder, params: Params, state: _State, keys: Array, *, rule: SamplingRule, grows: bool
+    model: Decoder, params: Params, state: _State, keys: Array, *, rule: SamplingRule, limit: int | None
 ) -> tuple[_State, Array]:
     """Read the newest token and draw the next, once per key; return the drawn ones, [B, T].
 
-    grows: whether a row may have to read more tokens than the cache holds.
+    limit: at how many tokens a row's cache is full; None where no row gets there.
     """
 
     def step(state: _State, key: Array) -> tuple[_State, Array]:
-        cache = _make_room(model, params, state) if grows else state.cache
+        cache = state.cache if limit is None else _make_room(model, params, state, limit)
         logits_BTV, cache = _apply(model, params, state.recent_BR[:, -1:], cache)
         token_B = sample(logits_BTV[:, 0, : model.config.vocab_size], key, rule)
         return _State(cache, _appended(state.recent_BR, token_B)), token_B
@@ -216,10 +216,8 @@ def _advance(
     return state, tokens_TB.T
 
 
-def _make_room(model: Decoder, params: Params, state: _State) -> Cache:
+def _make_room(model: Decoder, params: Params, state: _State, limit: int) -> Cache:
     """Return the cache, in full rows a new one that has read all recent tokens but the newest."""
-    limit = cache_limit(model.config, _capacity(model))
-    assert limit is not None  # `grows` is False where there is none
     full_B = state.cache.lengths_B >= limit
 
     def reread(cache: Cache) -> Cache:
@@ -300,10 +298,10 @@ def _capacity(model: Decoder) -> int:
     return model.config.context if window is None else min(window, model.config.context)
 
 
-def _outgrows(model: Decoder, tokens: int) -> bool:
-    """Return whether a row of so many tokens does not fit the cache."""
+def _limit_met(model: Decoder, tokens: int) -> int | None:
+    """Return at how many tokens a row's cache is full; None where so many tokens fit."""
     limit = cache_limit(model.config, _capacity(model))
-    return limit is not None and tokens > limit
+    return None if limit is None or tokens <= limit else limit
 
 
 def _reread(model: Decoder) -> int:

@@ -1,6 +1,6 @@
 """What every model here shares: tokens -> embedding -> open -> blocks -> close -> final norm, causal or not."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import chex
 import flax.linen as nn
@@ -15,6 +15,7 @@ from jaxblock.functional.segments import segment_positions
 from jaxblock.models.block import Block, layer_inputs
 from jaxblock.models.stack import StackInputs, init_blocks, run_blocks
 from jaxblock.modules import AttentionInputs, Embedding, Norm, PositionTable
+from jaxblock.modules.attention import WRITTEN
 from jaxblock.modules.intermediates import COLLECTION as INTERMEDIATES
 from jaxblock.modules.intermediates import record
 from jaxblock.residual import STREAM_AXES, Topology, topology
@@ -55,19 +56,20 @@ class Trunk(nn.Module):
         """
         chex.assert_rank(tokens_BT, 2)
         chex.assert_type(tokens_BT, int)
-        config, connections = self.config, self.connections
-        tokens_BT, positions_BT = self._real(tokens_BT, valid_BT, segments_BT, positions_BT)
-        embedding = Embedding(config, name="embedding")
-        x_BTD = embedding(tokens_BT)
-        if config.position_choice.name in ("learned", "sinusoidal"):
-            x_BTD = x_BTD + PositionTable(config, name="positions")(positions_BT)
-        x_BTD = axes.constrain(x_BTD, *STREAM_AXES)
-        x_BTD = self._run_stack(x_BTD, self._attention_inputs(valid_BT, segments_BT, positions_BT))
-        chex.assert_shape(x_BTD, (*tokens_BT.shape, config.width))
-        record(self, "resid_final", x_BTD)
-        if connections.final_norm:
-            x_BTD = Norm(config, name="final_norm")(x_BTD)
-        return x_BTD.astype(config.dtype), embedding
+        pattern = self._pattern(valid_BT=valid_BT, segments_BT=segments_BT)
+        batch, length = tokens_BT.shape
+        check_pattern(pattern, queries=length, keys=length, batch=batch)
+        if positions_BT is None:
+            positions_BT = segment_positions(length, segments_BT)
+        elif valid_BT is not None:
+            positions_BT = jnp.where(valid_BT, positions_BT, jnp.zeros_like(positions_BT))
+        if (
+            valid_BT is not None
+        ):  # an id or position out of its table is NaN, and hidden values meet weights of 0
+            tokens_BT = jnp.where(valid_BT, tokens_BT, jnp.zeros_like(tokens_BT))
+        x_BTD, embedding = self._embed(tokens_BT, positions_BT)
+        x_BTD, _ = self._stack(x_BTD, AttentionInputs(pattern, self._angles(positions_BT)))
+        return x_BTD, embedding
 
     @property
     def connections(self) -> Topology:
@@ -96,35 +98,33 @@ class Trunk(nn.Module):
         chex.assert_trees_all_equal_shapes_and_dtypes(params, projected)
         return projected
 
-    def _real(
-        self, tokens_BT: Array, valid_BT: Array | None, segments_BT: Array | None, positions_BT: Array | None
-    ) -> tuple[Array, Array]:
-        """Return ids and positions, 0 where a place is not real: garbage there could be NaN, and 0 * NaN is NaN."""
-        batch, length = tokens_BT.shape
-        check_pattern(self._pattern(valid_BT, segments_BT), queries=length, keys=length, batch=batch)
-        if valid_BT is not None:
-            tokens_BT = jnp.where(valid_BT, tokens_BT, jnp.zeros_like(tokens_BT))
-        if positions_BT is None:
-            positions_BT = segment_positions(length, segments_BT)
-        elif valid_BT is not None:
-            positions_BT = jnp.where(valid_BT, positions_BT, jnp.zeros_like(positions_BT))
-        return tokens_BT, positions_BT
+    def _embed(
+        self, tokens_BT: Array, positions_BT: Array, *, limit: int | None = None
+    ) -> tuple[Array, Embedding]:
+        """Return the embedded tokens, positions added where they are a table, and the embedding."""
+        embedding = Embedding(self.config, name="embedding")
+        x_BTD = embedding(tokens_BT)
+        if self.config.position_choice.name in ("learned", "sinusoidal"):
+            x_BTD = x_BTD + PositionTable(self.config, name="positions")(positions_BT, limit=limit)
+        return axes.constrain(x_BTD, *STREAM_AXES), embedding
 
-    def _run_stack(self, x_BTD: Array, attention: AttentionInputs) -> Array:
-        """Return the closed stream, [B, T, D] -> [B, T, D] in the stream's dtype."""
-        config, connections = self.config, self.connections
+    def _stack(
+        self, x_BTD: Array, attention: AttentionInputs, *, cached: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        """Return the last states, [B, T, D], and, where keys and values were given, the collection of new ones."""
+        config, connections, shape = self.config, self.connections, x_BTD.shape
         shared = None if connections.shared is None else connections.shared(config, name="shared")()
         groups = None if connections.groups is None else connections.groups(config)
         block = Block(config, self.execution, connections, parent=None)
-        params = self.param("blocks", self._init_blocks, block, shared)
+        collect = (INTERMEDIATES,) if self.is_mutable_collection(INTERMEDIATES) else ()
         stream, collected = run_blocks(
             block,
-            params,
+            self.param("blocks", self._init_blocks, block, shared),
             connections.open(config, x_BTD),
-            StackInputs(attention, layer_inputs(config), shared, groups),
+            StackInputs(attention, layer_inputs(config), shared, groups, cached),
             dropout_key=self.make_rng("dropout") if self.has_rng("dropout") else None,
             execution=self.execution,
-            collect=(INTERMEDIATES,) if self.is_mutable_collection(INTERMEDIATES) else (),
+            collect=collect if cached is None else (*collect, WRITTEN),
         )
         record(self, "blocks", collected.get(INTERMEDIATES, {}))
         if connections.close is not None:
@@ -134,9 +134,15 @@ class Trunk(nn.Module):
                 f"the topology's closed stream is a {type(stream).__name__}; a stream that is not one array needs "
                 "`close`, which returns one"
             )
-        return stream
+        chex.assert_shape(stream, shape)
+        record(self, "resid_final", stream)
+        if connections.final_norm:
+            stream = Norm(config, name="final_norm")(stream)
+        return stream.astype(config.dtype), collected.get(WRITTEN, {})
 
-    def _pattern(self, valid_BT: Array | None, segments_BT: Array | None) -> AttentionPattern:
+    def _pattern(
+        self, *, valid_BT: Array | None = None, segments_BT: Array | None = None
+    ) -> AttentionPattern:
         """Return who may attend to whom; windows that differ between blocks are put in by the blocks."""
         windows = {size or None for size in self.config.window}
         return AttentionPattern(
@@ -147,19 +153,17 @@ class Trunk(nn.Module):
             key_segments_BT=segments_BT,
         )
 
-    def _attention_inputs(
-        self, valid_BT: Array | None, segments_BT: Array | None, positions_BT: Array
-    ) -> AttentionInputs:
-        """Return what all blocks' attention reads."""
-        angles, choice = None, self.config.position_choice
-        if choice.name == "rope":
-            angles = rotary_angles(positions_BT, self.config.head_dim, base=choice.options["base"])
-        return AttentionInputs(self._pattern(valid_BT, segments_BT), angles)
+    def _angles(self, positions_BT: Array) -> Array | None:
+        """Return rotary angles, [B or 1, T, K/2]; None where positions are not rotary."""
+        choice = self.config.position_choice
+        if choice.name != "rope":
+            return None
+        return rotary_angles(positions_BT, self.config.head_dim, base=choice.options["base"])
 
     def _init_blocks(self, key: Array, block: Block, shared: Params) -> Params:
         """Return the stack's parameters; they depend on no length, so one token is enough to trace."""
         config = self.config
         x_BTD = jnp.zeros((1, 1, config.width), config.stream_dtype)
-        attention = self._attention_inputs(None, None, jnp.zeros((1, 1), jnp.int32))
+        attention = AttentionInputs(self._pattern(), self._angles(jnp.zeros((1, 1), jnp.int32)))
         inputs = StackInputs(attention, layer_inputs(config), shared)
         return init_blocks(block, key, block.topology.open(config, x_BTD), inputs, depth=config.depth)

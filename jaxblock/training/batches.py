@@ -70,7 +70,7 @@ class TrainBatches:
             raise ValueError(f"step is {step}; it must be at least 0")
         windows = [step * self.batch + row for row in _checked_rows(rows, self.batch)]
         starts = [self._starts[window] for window in windows]
-        return _read_windows(self._stream, starts, context=self.context, seams=self._seams)
+        return read_windows(self._stream, starts, context=self.context, seams=self._seams)
 
 
 class ValidationBatches:
@@ -100,7 +100,7 @@ class ValidationBatches:
             raise IndexError(f"batch {number} of {len(self)} validation batches")
         windows = [number * self.batch + row for row in _checked_rows(rows, self.batch)]
         starts = [window * self.context for window in windows]
-        return _read_windows(self._stream, starts, context=self.context, seams=self._seams)
+        return read_windows(self._stream, starts, context=self.context, seams=self._seams)
 
 
 def _check_settings(stream: TokenStream, *, context: int, batch: int, seams: str) -> None:
@@ -119,7 +119,7 @@ def _checked_rows(rows: Sequence[int], batch: int) -> Sequence[int]:
     return rows
 
 
-def _read_windows(stream: TokenStream, starts: Sequence[int], *, context: int, seams: str) -> Batch:
+def read_windows(stream: TokenStream, starts: Sequence[int], *, context: int, seams: str) -> Batch:
     """Read the window at each of `starts`; what lies behind the end of the stream is padding."""
     shape = (len(starts), context + 1)
     tokens_BT, segments_BT = np.zeros(shape, np.int32), np.zeros(shape, np.int32)

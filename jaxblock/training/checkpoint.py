@@ -8,6 +8,7 @@ loads a checkpoint of another depth without a word and skips steps below the new
 
 import contextlib
 import itertools
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -180,7 +181,7 @@ class Checkpoints:
         unfinished = self._folder / f"{step}{_PARTIAL}"
         # TensorStore has no arrays without entries; the manifest says all there is to say of them.
         filled = {name: value for name, value in values.items() if value.size}
-        with _orbax_options():
+        with _orbax_settings():
             orbax.save(str(unfinished), filled, checkpointable_name=_ARRAYS)
         write_manifest(unfinished, Manifest(step, facts, parts, saved, written_files(unfinished)))
         _bring_to_disk(unfinished)
@@ -194,15 +195,18 @@ class Checkpoints:
         if found is not None:
             raise CheckpointMismatch(f"{self._named(step)} is not of the model or optimizer wanted: {found}")
         leaves = {name: manifest.leaves[name] for name in named_leaves(like)}
-        values = self._read_arrays(step, manifest, leaves)
+        # Before Orbax sees it: it may read zeros for what is missing, and fails in threads that go on complaining.
+        with self._reported(f"checkpoint {step} cannot be read"):
+            faults = damaged_files(self._folder / str(step), manifest)
+        if faults:
+            raise CheckpointDamaged(f"{self._named(step)} is damaged: {faults[0]}")
+        values = self._read_arrays(step, leaves)
         for name, leaf in leaves.items():
             if array_digest(values[name]) != leaf.crc32:
-                raise CheckpointDamaged(f"{self._named(step)} is damaged: {name} is not as it was saved")
+                raise RunError(f"{self._named(step)} is whole, but {name} was not read as it was saved")
         return leaves, values
 
-    def _read_arrays(
-        self, step: int, manifest: Manifest, leaves: Mapping[str, SavedLeaf]
-    ) -> dict[str, np.ndarray]:
+    def _read_arrays(self, step: int, leaves: Mapping[str, SavedLeaf]) -> dict[str, np.ndarray]:
         """Return the values of some leaves as Orbax reads them."""
         # Views of one entry: they tell Orbax shapes and dtypes, and take no memory.
         like = {
@@ -210,24 +214,10 @@ class Checkpoints:
             for name, leaf in leaves.items()
         }
         filled = {name: value for name, value in like.items() if value.size}
-        folder = self._folder / str(step)
-        self._check_files(step, manifest, sizes_only=True)
-        try:
-            with _orbax_options():
-                read = orbax.load(str(folder), filled, checkpointable_name=_ARRAYS) if filled else {}
-            return {name: read[name] if name in filled else like[name] for name in like}
-        except Exception as error:  # Orbax and TensorStore raise many kinds, with pages of text
-            self._check_files(step, manifest, sizes_only=False)
-            raise RunError(
-                f"{self._named(step)} is whole, but cannot be read: {type(error).__name__}: {_first_line(error)}"
-            ) from error
-
-    def _check_files(self, step: int, manifest: Manifest, *, sizes_only: bool) -> None:
-        """Raise CheckpointDamaged, naming the first file that is not as it was written."""
-        with self._reported(f"checkpoint {step} cannot be read"):
-            faults = damaged_files(self._folder / str(step), manifest, sizes_only=sizes_only)
-        if faults:
-            raise CheckpointDamaged(f"{self._named(step)} is damaged: {faults[0]}")
+        with self._reported(f"checkpoint {step} is whole, but cannot be read"), _orbax_settings():
+            path = str(self._folder / str(step))
+            read = orbax.load(path, filled, checkpointable_name=_ARRAYS) if filled else {}
+            return {**like, **{name: read[name] for name in filled}}
 
     def _manifest(self, step: int) -> Manifest:
         if step not in self.steps():
@@ -294,13 +284,21 @@ def count_parameters(params: Params) -> int:
     return sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
 
 
-def _orbax_options() -> orbax.Context:
+@contextlib.contextmanager
+def _orbax_settings() -> Iterator[None]:
+    """Orbax as we use it, without its log: of a failure it holds pages, and the error raised says the same."""
     options = orbax.Context()
     options.array.saving.use_compression = (
         False  # it saves 7 % of the bytes of floats and takes half as long again
     )
     options.pytree.loading.partial_load = True  # the leaves of the parts asked for; we have compared them
-    return options
+    log = logging.getLogger("absl")
+    before, log.disabled = log.disabled, True
+    try:
+        with options:
+            yield
+    finally:
+        log.disabled = before
 
 
 def _on_device(leaf: SavedLeaf, value: np.ndarray) -> Array:
@@ -327,4 +325,4 @@ def _sync(path: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
+    return (str(error).strip().splitlines() or [""])[0][:600]

@@ -67,8 +67,8 @@ def named_leaves(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return every leaf of named pytrees under its path, such as "params/blocks/attention/query/kernel".
 
     Raises:
-      ValueError: a leaf is no array JAX can hold, two have one path (a dict's keys 1 and "1"), or a part's name
-        is empty or has a slash.
+      ValueError: a leaf is no array JAX can hold, two have one path (a dict's keys "a/b", and "a" with "b" in it),
+        or a part's name is empty or has a slash.
     """
     named: dict[str, Any] = {}
     for part, tree in parts.items():
@@ -110,14 +110,14 @@ def written_files(folder: Path) -> dict[str, WrittenFile]:
     return {path.relative_to(folder).as_posix(): _written_file(path) for path in files}
 
 
-def damaged_files(folder: Path, manifest: Manifest, *, sizes_only: bool) -> list[str]:
-    """Return one phrase for every file that is missing or not as it was written; `sizes_only` does not open them."""
+def damaged_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Return one phrase for every file that is missing or not as it was written."""
     faults = []
     for name, written in manifest.files.items():
         path = folder / name
         if not path.is_file():
             faults.append(f"{name} is missing")
-        elif path.stat().st_size != written.size or (not sizes_only and _written_file(path) != written):
+        elif path.stat().st_size != written.size or _written_file(path) != written:
             faults.append(f"{name} is not as it was written")
     return faults
 

@@ -75,6 +75,7 @@ def classifier_task(config: TrainConfig) -> Task:
             "bytes_per_token": None,
             "classes": list(corpus.names),
         },
+        files={},
         words=(corpus.source, *corpus.notes),
         baseline=lambda: Baseline(majority.loss, f"class frequencies (accuracy {majority.accuracy:.3f})"),
         finish=lambda params, key: _describe(model, params, _shown(corpus.validation, config)),

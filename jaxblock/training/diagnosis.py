@@ -294,11 +294,13 @@ def _broken_activation(tensor: _Tensor, *, first: bool) -> Fault:
     """Return the fault of an activation; the first one there is, is what the embedding made of the batch."""
     if not first:
         return _not_finite("activation", tensor, "the parameters and all activations before it are finite")
-    why = f"the parameters are finite: look for an id that is no token in row {tensor.first[0]} of the batch"
+    at = f", row {tensor.first[0]}, position {tensor.first[1]}" if len(tensor.first) == 3 else ""
+    why = f"the parameters are finite: look for an id that is no token in the batch{at}"
     fault = _not_finite("activation", tensor, why)
     if tensor.name != "blocks/resid_pre":
         return fault
-    sentence = f"embedding: its output, {fault.sentence.partition(': ')[2]}"
+    words = fault.sentence.partition("resid_pre ")[2]
+    sentence = f"embedding: its output, resid_pre of block 0, {words}"
     return fault._replace(place="embedding", sentence=sentence)
 
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from jaxblock.training.documents import Document, Place, iterate_documents
 from jaxblock.training.token_files import TextFiles
-from jaxblock.training.tokenizers import as_utf8
 
 Report = Callable[[str, int, int], None]
 """Is told the stage (scan, train or encode), bytes done and tokens so far."""
@@ -150,13 +149,11 @@ def group_parts(parts: Iterator[Part]) -> Iterator[list[Part]]:
 
 def _check_utf8(document: Document, start: int, text: bytes) -> None:
     try:
-        as_utf8(text)
-    except ValueError as error:
-        cause = error.__cause__
-        offset = start + cause.start if isinstance(cause, UnicodeDecodeError) else start
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
         raise ValueError(
-            f"{document.words} is not UTF-8 at byte {offset}: convert it, or use --tokenizer bytes, which takes "
-            f"every byte"
+            f"{document.words} is not UTF-8 at byte {start + error.start}: convert it, or use --tokenizer bytes, "
+            f"which takes every byte"
         ) from error
 
 

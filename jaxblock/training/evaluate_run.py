@@ -1,6 +1,5 @@
 """How good a run's newest checkpoint is on its validation data or on a file: every token once, with sliding context."""
 
-import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,14 @@ from jaxblock.models.decoder import Decoder
 from jaxblock.training.batches import Batch, read_windows
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.corpus import TokenStream
+from jaxblock.training.documents import iterate_documents
 from jaxblock.training.language_task import load_run_corpus
 from jaxblock.training.objectives import evaluation_loss
 from jaxblock.training.prepare import TASKS, run_keys
 from jaxblock.training.run_folder import RunFolder
+from jaxblock.training.shards import read_shard
 from jaxblock.training.task import Score, evaluate
+from jaxblock.training.token_files import readable
 from jaxblock.training.tokenizers import Tokenizer, restore_tokenizer
 from jaxblock.training.weights import load_weights
 
@@ -50,9 +52,7 @@ class SlidingBatches:
             starts = np.where(numbers < self.windows, numbers * self._stride, len(self._stream))
             batch = read_windows(self._stream, starts.tolist(), context=self._context, seams=self._seams)
             # Window k - 1 reached all but the last `stride` places of window k.
-            is_new_BT = (numbers == 0)[:, None] | (
-                np.arange(self._context) >= self._context - self._stride
-            )
+            is_new_BT = (numbers == 0)[:, None] | (np.arange(self._context) >= self._context - self._stride)
             yield batch._replace(valid_BT=batch.valid_BT & is_new_BT)
 
 
@@ -61,11 +61,14 @@ class _Text(NamedTuple):
 
     words: str
     stream: TokenStream
-    bytes_per_token: float | None
+    bytes: float | None
+    """Bytes behind the targets; None where they are unknown."""
 
 
 def evaluate_run(path: Path, *, file: Path | None, stride: int | None, weights: str) -> dict[str, Any]:
     """Return the loss and what follows from it, by the newest checkpoint of the run in `path`.
+
+    A file is one text: its documents, if it is JSONL, follow each other.
 
     Args:
       path: the run's folder; nothing in it is changed.
@@ -82,7 +85,8 @@ def evaluate_run(path: Path, *, file: Path | None, stride: int | None, weights: 
     """
     check_choice("weights", weights, ("last", "average"))
     folder = RunFolder.open(path)
-    config, start = folder.read_config(), folder.start_row()
+    config = folder.read_config()
+    folder.start_row()  # refuses a run that has not begun
     about = {"run": str(path), "weights": weights}
     if config.run.task_choice.name != "language_model":
         if file is not None or stride is not None:
@@ -91,7 +95,7 @@ def evaluate_run(path: Path, *, file: Path | None, stride: int | None, weights: 
                 "without --file and --stride"
             )
         return about | _evaluate_task(folder, config, weights)
-    text = _own_text(folder, config) if file is None else _text_of(file, folder, config, start)
+    text = _own_text(folder, config) if file is None else _text_of(file, folder, config)
     context = config.model.context
     batches = SlidingBatches(
         text.stream,
@@ -111,15 +115,15 @@ def evaluate_run(path: Path, *, file: Path | None, stride: int | None, weights: 
         return Score(result.nats, result.weight, {"tokens": result.weight})
 
     means = evaluate(score, found.params, batches)
-    bits = None if text.bytes_per_token is None else means["loss"] / NATS_PER_BIT / text.bytes_per_token
+    tokens = len(text.stream) - 1 if file is not None else sum(int(b.valid_BT.sum()) for b in batches)
     return {
         **about,
         "step": found.step,
         "data": text.words,
-        "tokens": sum(int(batch.valid_BT.sum()) for batch in batches),
+        "tokens": tokens,
         "loss": means["loss"],
         "perplexity": math.exp(min(means["loss"], 700.0)),
-        "bits_per_byte": bits,
+        "bits_per_byte": None if text.bytes is None else means["loss"] * tokens / NATS_PER_BIT / text.bytes,
     }
 
 
@@ -138,12 +142,34 @@ def _own_text(folder: RunFolder, config: TrainConfig) -> _Text:
     """Return the run's validation slice."""
     corpus = load_run_corpus(config)
     folder.check_data({"corpus_fingerprint": corpus.fingerprint})
-    return _Text(f"validation slice of {corpus.source}", corpus.validation, corpus.bytes_per_token)
+    per_token, targets = corpus.bytes_per_token, len(corpus.validation) - 1
+    size = None if per_token is None else per_token * targets
+    return _Text(f"validation slice of {corpus.source}", corpus.validation, size)
 
 
-def _text_of(file: Path, folder: RunFolder, config: TrainConfig, start: dict[str, Any]) -> _Text:
-    """Return a file's tokens by the run's tokenizer."""
-    raise NotImplementedError
+def _text_of(file: Path, folder: RunFolder, config: TrainConfig) -> _Text:
+    """Return a file's tokens: a shard's ids, or a text's by the run's tokenizer."""
+    vocab_size = config.model.vocab_size
+    if file.suffix.lower() == ".bin":
+        shard = read_shard(file, file.name, vocab_size=vocab_size)
+        return _Text(str(file), TokenStream([shard.tokens]), None)
+    tokenizer = tokenizer_of(folder)
+    if tokenizer is None:
+        raise ValueError(
+            f"the run in {str(folder.path)!r} learnt ids of an unknown tokenizer; it can score .bin shards, not {file}"
+        )
+    parts, size = [], 0
+    with readable(file):
+        for document in iterate_documents([(file.name, file)]):
+            parts += [tokenizer.encode(piece) for _, piece in document.pieces(0, document.size)]
+            size += document.size
+            if tokenizer.end_of_text is not None:
+                parts.append(np.asarray([tokenizer.end_of_text]))
+    tokens = np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
+    if len(tokens) and tokens.max() >= vocab_size:
+        raise ValueError(f"{file} holds token id {tokens.max()}; model.vocab_size is {vocab_size}")
+    first = len(tokenizer.decode(tokens[:1]).encode("utf-8", errors="surrogateescape"))
+    return _Text(str(file), TokenStream([tokens]), float(size - first))
 
 
 def tokenizer_of(folder: RunFolder) -> Tokenizer | None:

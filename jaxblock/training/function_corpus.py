@@ -10,7 +10,6 @@ import ast
 import importlib.util
 import platform
 import sysconfig
-import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -92,7 +91,9 @@ def read_functions(source: str) -> Iterator[str]:
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         docstring = _docstring_lines(node)
         kept = [lines[n - 1] for n in range(first, (node.end_lineno or first) + 1) if n not in docstring]
-        yield textwrap.dedent("\n".join(kept))
+        # Not textwrap.dedent: a string's lines may start further left than the function.
+        indent = lines[first - 1][: node.col_offset]
+        yield "\n".join(line.removeprefix(indent) for line in kept)
 
 
 def _read_package_files(folder: Path) -> tuple[list[Function], Counter[str]]:

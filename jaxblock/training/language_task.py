@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxblock.models.decoder import Decoder
 from jaxblock.training.baseline import trigram_baseline
@@ -13,8 +12,9 @@ from jaxblock.training.batches import Batch, TrainBatches, ValidationBatches
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.corpus import Corpus, load_corpus
 from jaxblock.training.objectives import evaluation_loss, training_loss
-from jaxblock.training.sampling import continue_prompt, decode, encode_prompt
+from jaxblock.training.sampling import IDS, continue_prompt, prompt_ids, separator
 from jaxblock.training.task import Baseline, Score, Task
+from jaxblock.training.tokenizers import TOKENIZER_FILE, tokenizer_record
 from jaxblock.types import Array, Params
 
 PROMPT_TOKENS = 32
@@ -27,18 +27,13 @@ def language_task(config: TrainConfig) -> Task:
     Raises:
       ValueError: the data do not fit the config.
     """
-    corpus = load_corpus(
-        None if config.data.path is None else Path(config.data.path),
-        vocab_size=config.model.vocab_size,
-        context=config.model.context,
-        validation_tokens=config.data.validation_tokens,
-    )
+    corpus = load_run_corpus(config)
     if config.data.seams == "separate":
         _check_targets(corpus)
-    as_bytes = corpus.bytes_per_token is not None
+    text = corpus.tokenizer or IDS
     prompt_1T = corpus.validation.read(0, min(PROMPT_TOKENS, len(corpus.validation)))[None]
     if config.sample.prompt is not None:
-        prompt_1T = encode_prompt(config.sample.prompt, as_bytes=as_bytes, vocab_size=config.model.vocab_size)
+        prompt_1T = prompt_ids(config.sample.prompt, text, vocab_size=config.model.vocab_size)
     model = Decoder(config.model, config.execution)
     shape = {"context": config.model.context, "batch": config.data.batch, "seams": config.data.seams}
     plain = evaluation_loss(model, config)
@@ -53,8 +48,7 @@ def language_task(config: TrainConfig) -> Task:
 
     def finish(params: Params, key: Array) -> str:
         tokens = continue_prompt(model, params, prompt_1T, config.sample, key=key)
-        prompt, text = decode(prompt_1T[0], as_bytes=as_bytes), decode(tokens, as_bytes=as_bytes)
-        return prompt + ("" if as_bytes else " ") + text + "\n"
+        return text.decode(prompt_1T[0]) + separator(text) + text.decode(tokens) + "\n"
 
     def forward(params: Params, batch: Batch, key: Array | None) -> tuple[Array, dict[str, Any]]:
         rngs = {} if key is None else {"dropout": key}
@@ -74,7 +68,9 @@ def language_task(config: TrainConfig) -> Task:
             "corpus": corpus.source,
             "corpus_fingerprint": corpus.fingerprint,
             "bytes_per_token": corpus.bytes_per_token,
+            "tokenizer": None if corpus.tokenizer is None else tokenizer_record(corpus.tokenizer),
         },
+        files=_tokenizer_files(corpus),
         words=(corpus.source, *corpus.notes),
         baseline=baseline,
         finish=finish,
@@ -82,10 +78,31 @@ def language_task(config: TrainConfig) -> Task:
     )
 
 
+def load_run_corpus(config: TrainConfig) -> Corpus:
+    """Return the corpus a run's config names.
+
+    Raises:
+      ValueError: as `load_corpus` does.
+    """
+    return load_corpus(
+        None if config.data.path is None else Path(config.data.path),
+        vocab_size=config.model.vocab_size,
+        context=config.model.context,
+        validation_tokens=config.data.validation_tokens,
+        separator=config.data.separator,
+    )
+
+
+def _tokenizer_files(corpus: Corpus) -> dict[str, str]:
+    """Return what a run needs beside its checkpoints to read text, by file name."""
+    text = None if corpus.tokenizer is None else corpus.tokenizer.file_text()
+    return {} if text is None else {TOKENIZER_FILE: text}
+
+
 def _check_targets(corpus: Corpus) -> None:
     """Raise ValueError if all documents of a split have one token, which has nothing to predict."""
     for split, stream in (("train", corpus.train), ("validation", corpus.validation)):
-        if np.diff(stream.starts, append=len(stream)).max() < 2:
+        if not stream.has_targets():
             raise ValueError(
                 f"data.seams is 'separate', but every document of the {split} split has one token and no target"
             )

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 
 from jaxblock.training.bad_steps import BadStep, answer_of, bad_step_row, locate
 from jaxblock.training.checkpoint import Checkpoints, count_parameters
+from jaxblock.training.files import replace_text
 from jaxblock.training.guard import GOOD, NAMES, pass_over
 from jaxblock.training.interrupts import Interrupts
-from jaxblock.training.optimizer import decay_table
+from jaxblock.training.optimizer.roles import optimizer_table
 from jaxblock.training.prepare import Prepared, init_state, run_keys
 from jaxblock.training.progress import Progress
 from jaxblock.training.run_folder import RunFolder, finite_or_none
@@ -51,6 +52,8 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
         begun = _begin(prepared, checkpoints)
         done, parameters = int(begun.state.step), count_parameters(begun.state.params)
         folder.start_metrics(config, task.facts, after=done, skipped=int(begun.state.skipped))
+        for name, text in task.files.items():
+            replace_text(folder.path / name, text)
         baseline = task.baseline()
         with (
             Watch(config, folder, baseline=baseline.loss) as watch,
@@ -112,7 +115,8 @@ def _begin(prepared: Prepared, checkpoints: Checkpoints) -> _Begun:
 def _opening(prepared: Prepared, begun: _Begun, parameters: int, baseline: Baseline) -> Iterator[str]:
     """Yield the lines a run starts with."""
     yield from prepared.task.words
-    yield from decay_table(begun.state.params, prepared.task.model.labels).split("\n")
+    table = optimizer_table(prepared.config.optimizer, begun.state.params, prepared.task.model.labels)
+    yield from table.split("\n")
     yield f"{parameters:,} parameters; to beat: {baseline.words}, {baseline.loss:.4f} nats per target"
     yield from begun.notes
     if int(begun.state.step):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxblock.training.classifier_task import classifier_task
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.language_task import language_task
 from jaxblock.training.step import TrainState, first_state, make_step
@@ -17,7 +18,10 @@ from jaxblock.training.watch import Watch
 from jaxblock.training.weights import load_weights
 from jaxblock.types import Array, Params
 
-TASKS: Mapping[str, Callable[[TrainConfig], Task]] = {"language_model": language_task}
+TASKS: Mapping[str, Callable[[TrainConfig], Task]] = {
+    "language_model": language_task,
+    "classifier": classifier_task,
+}
 
 
 class Prepared(NamedTuple):

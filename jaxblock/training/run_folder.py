@@ -18,7 +18,6 @@ from jaxblock.training.config import TrainConfig
 from jaxblock.training.config_file import build_config, differences, read_config_file, write_config
 from jaxblock.training.files import replace_text
 
-
 CHANGEABLE = (
     "guard.non_finite",
     "guard.spike",
@@ -121,7 +120,7 @@ class RunFolder:
             )
         if self.summary.exists() and _read_json(self.summary)["status"] == "done":
             raise ValueError(
-                f"{str(self.path)!r} is done; there is nothing to resume (a new run can start from its weights: --init.from)"
+                f"{str(self.path)!r} is done; there is nothing to resume (--init.from starts a new run from it)"
             )
         return found
 
@@ -168,7 +167,9 @@ class RunFolder:
         except ValueError as error:
             raise ValueError(f"{str(self.metrics)!r} holds a line that is not JSON: {error}") from error
 
-    def start_metrics(self, config: TrainConfig, facts: Mapping[str, Any], *, after: int, skipped: int) -> None:
+    def start_metrics(
+        self, config: TrainConfig, facts: Mapping[str, Any], *, after: int, skipped: int
+    ) -> None:
         """Open metrics.jsonl with a row about the data, and drop what will be made again.
 
         Args:

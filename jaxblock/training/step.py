@@ -1,8 +1,8 @@
 """One optimizer step as a pure function: batch -> loss -> gradients -> update, guarded against bad steps.
 
-    g = sum over pieces of the batch of grad(total) / real targets        (accumulation: the pieces' order of sums)
-    params <- project(params + rate * direction(g))                       unless the guard raises an alarm
-    average <- d average + (1 - d) params,  d = min(decay, (1 + n) / (10 + n)) after n updates
+g = sum over pieces of the batch of grad(total) / real targets        (accumulation: the pieces' order of sums)
+params <- project(params + rate * direction(g))                       unless the guard raises an alarm
+average <- d average + (1 - d) params,  d = min(decay, (1 + n) / (10 + n)) after n updates
 """
 
 from collections.abc import Callable

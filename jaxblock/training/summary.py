@@ -36,12 +36,14 @@ def finish_run(
     evaluations = [row for row in rows if "val_loss" in row]
     found = {name: value for name, value in evaluations[-1].items() if name != "step"} if evaluations else {}
     val_loss, bytes_per_token = found.get("val_loss"), task.facts.get("bytes_per_token")
-    known = val_loss is not None and bytes_per_token is not None
+    bits = None
+    if val_loss is not None and bytes_per_token is not None:
+        bits = val_loss / NATS_PER_BIT / bytes_per_token
     summary = {
         **facts,
         "val_loss": val_loss,
         **found,
-        "val_bits_per_byte": val_loss / NATS_PER_BIT / bytes_per_token if known else None,
+        "val_bits_per_byte": bits,
         "wall_s": time.perf_counter() - started,
         **task.facts,
         "sublayers": config.model.sublayers,

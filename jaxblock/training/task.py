@@ -1,6 +1,7 @@
 """What a run learns, as one record: the loop knows batches, a loss and numbers to report, and no task by name."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -36,7 +37,8 @@ class Score(NamedTuple):
     """Other sums by name, as "correct" of a classifier: reported per target."""
 
 
-class Task(NamedTuple):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
     """Everything a run needs to know about what it learns."""
 
     model: Any
@@ -51,6 +53,8 @@ class Task(NamedTuple):
     validation: Iterable[Any]
     facts: dict[str, Any]
     """What the run records about its data in the first row of metrics.jsonl; `corpus_fingerprint` names them."""
+    files: dict[str, str]
+    """Texts the run keeps in its folder, by name: what is needed later to read its checkpoints' tokens."""
     words: tuple[str, ...]
     """Sentences about the data."""
     baseline: Callable[[], Baseline]
@@ -60,7 +64,9 @@ class Task(NamedTuple):
     """(params, batch, dropout key) -> (logits, intermediates): what a bad step is searched with."""
 
 
-def evaluate(score: Callable[[Params, Any], Score], params: Params, batches: Iterable[Any]) -> dict[str, float]:
+def evaluate(
+    score: Callable[[Params, Any], Score], params: Params, batches: Iterable[Any]
+) -> dict[str, float]:
     """Return the mean loss, and every extra, per target over all batches, each target weighted once."""
     scores = [jax.device_get(score(params, batch)) for batch in batches]
     weight = np.sum([np.float64(s.weight) for s in scores])

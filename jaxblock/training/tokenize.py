@@ -78,8 +78,12 @@ class TokenizeSettings:
         check_integer("shard_tokens", self.shard_tokens, least=1, most=MOST_SHARD_TOKENS)
         if isinstance(self.validation, float):
             check_number("validation", self.validation, above=0.0, below=1.0)
-        else:
+        elif isinstance(self.validation, int):
             check_integer("validation", self.validation, least=1, most=2**63 - 1)
+        else:
+            raise ValueError(
+                f"validation is {self.validation!r}; it must be a share such as 0.005, or a number of tokens"
+            )
 
 
 class TokenizeJob:
@@ -97,6 +101,11 @@ class TokenizeJob:
         self._progress = _read_progress(settings.out)
         if self._progress is not None:
             self._check_same(self._progress["settings"])
+
+    @property
+    def size(self) -> int:
+        """Bytes of text."""
+        return self._scan.size
 
     @property
     def resumes(self) -> bool:

@@ -190,7 +190,7 @@ class FileTokenizer:
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Return `encode` of each text, on every core."""
         encodings = self._backend.encode_batch_fast(
-            [as_utf8(text) for text in texts], add_special_tokens=False
+            [_as_utf8(text) for text in texts], add_special_tokens=False
         )
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
@@ -252,7 +252,7 @@ class BytePairTraining:
             initial_alphabet=sorted(split.alphabet()),
             show_progress=False,
         )
-        backend.train_from_iterator((as_utf8(text) for text in texts), trainer)
+        backend.train_from_iterator((_as_utf8(text) for text in texts), trainer)
         tokenizer = FileTokenizer(backend.to_str(), self.name, end_of_text=0)
         if tokenizer.vocab_size != self.vocab_size:
             raise ValueError(
@@ -340,7 +340,7 @@ def has_library() -> bool:
     return True
 
 
-def as_utf8(text: bytes) -> str:
+def _as_utf8(text: bytes) -> str:
     """Return the text of UTF-8 bytes; ValueError with the offset of the first byte that is none."""
     try:
         return text.decode("utf-8")

@@ -93,7 +93,9 @@ def test_the_full_convention_is_every_product_of_the_traced_forward_pass(changes
     model_config, length = config(**changes), 7
     tokens_BT = jax.ShapeDtypeStruct((2, length), jnp.int32)
     params = abstract_parameters(model_config)
-    jaxpr = jax.make_jaxpr(lambda params, x: Decoder(model_config).apply({"params": params}, x))(params, tokens_BT)
+    jaxpr = jax.make_jaxpr(lambda params, x: Decoder(model_config).apply({"params": params}, x))(
+        params, tokens_BT
+    )
     found = products(jaxpr.jaxpr)
     assert found == 2 * length * conventions(model_config, length)["full"].forward
     assert found != 2 * length * conventions(model_config, length + 1)["full"].forward  # control
@@ -224,7 +226,9 @@ def test_the_block_form_reads_sums(size, window):
 def test_reads_over_depth_are_a_part_of_both_model_counts():
     plain, dense = conventions(config()), conventions(config(residual="dense_former"))
     for name in ("full", "causal"):
-        assert dense[name].forward - plain[name].forward == depth_mixing_flops(config(residual="dense_former"))
+        assert dense[name].forward - plain[name].forward == depth_mixing_flops(
+            config(residual="dense_former")
+        )
     assert dense["6N_total"] == plain["6N_total"]
 
 

@@ -59,18 +59,18 @@ def test_compiled_memory_grows_by_what_is_kept_per_block(remat):
     assert slope != pytest.approx(kept(sized(), "branch_out").per_block, rel=0.2)  # control
 
 
+LLAMA = {"feed_forward": "swiglu", "kv_heads": 1, "positions": "rope", "bias": False}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("remat", REMAT_POLICIES)
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"feed_forward": "swiglu", "kv_heads": 1, "positions": "rope", "bias": False, "dtype": "bfloat16"}],
-    ids=["plain", "llama"],
+    ("changes", "remat"), [*(({}, remat) for remat in REMAT_POLICIES), (LLAMA, "none"), (LLAMA, "dots")]
 )
 def test_compiled_memory_grows_by_what_is_kept_at_three_depths(changes, remat):
-    model_config = sized(**changes)
-    expected = kept(model_config, remat).per_block
+    """In float32: where a CPU computes in bfloat16, XLA keeps float32 arrays."""
+    expected = kept(sized(**changes), remat).per_block
     for first, last in ((4, 8), (8, 16)):
-        assert compiled_slope(model_config, remat, first, last) == pytest.approx(expected, rel=0.05)
+        assert compiled_slope(sized(**changes), remat, first, last) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.full
@@ -156,7 +156,13 @@ def test_bytes_of_a_tree_are_those_of_its_arrays():
 
 @pytest.mark.parametrize(
     ("changes", "slots"),
-    [({}, 8), ({"kv_heads": 1}, 8), ({"dtype": "bfloat16"}, 8), ({"window": (3, 5)}, 5), ({"window": (3, 0)}, 8)],
+    [
+        ({}, 8),
+        ({"kv_heads": 1}, 8),
+        ({"dtype": "bfloat16"}, 8),
+        ({"window": (3, 5)}, 5),
+        ({"window": (3, 0)}, 8),
+    ],
 )
 def test_the_cache_is_the_arrays_that_decoding_makes(changes, slots):
     model_config = config(**changes)

@@ -35,7 +35,9 @@ def counted(model_config: ModelConfig):
     return count_parameters(abstract_parameters(model_config))
 
 
-@pytest.mark.parametrize(("bias", "total", "blocks"), [(True, 124_439_808, 85_054_464), (False, 124_337_664, 84_953_088)])
+@pytest.mark.parametrize(
+    ("bias", "total", "blocks"), [(True, 124_439_808, 85_054_464), (False, 124_337_664, 84_953_088)]
+)
 def test_gpt2_small_has_its_published_number(bias, total, blocks):
     count = counted(dataclasses.replace(GPT2, bias=bias))
     assert (count.total, count.blocks) == (total, blocks)
@@ -51,9 +53,18 @@ def test_gpt2_small_has_its_published_number(bias, total, blocks):
     ("sizes", "total"),
     [
         ({"vocab_size": 32000, "depth": 32, "width": 4096, "heads": 32, "hidden": 11008}, 6_738_415_616),
-        ({"vocab_size": 32000, "depth": 32, "width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}, 7_241_732_096),
-        ({"vocab_size": 128256, "depth": 32, "width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}, 8_030_261_248),
-        ({"vocab_size": 32000, "depth": 80, "width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28672}, 68_976_648_192),
+        (
+            {"vocab_size": 32000, "depth": 32, "width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336},
+            7_241_732_096,
+        ),
+        (
+            {"vocab_size": 128256, "depth": 32, "width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336},
+            8_030_261_248,
+        ),
+        (
+            {"vocab_size": 32000, "depth": 80, "width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28672},
+            68_976_648_192,
+        ),
     ],
     ids=["llama2-7b", "mistral-7b", "llama3-8b", "llama2-70b"],
 )
@@ -61,7 +72,9 @@ def test_published_models_of_grouped_heads_and_gates(sizes, total):
     model_config = ModelConfig(**LLAMA, **sizes)
     assert pre_norm_parameters(model_config) == total
     assert counted(model_config).total == total
-    assert pre_norm_parameters(dataclasses.replace(model_config, hidden=sizes["hidden"] + 1)) != total  # control
+    assert (
+        pre_norm_parameters(dataclasses.replace(model_config, hidden=sizes["hidden"] + 1)) != total
+    )  # control
 
 
 @st.composite
@@ -104,7 +117,9 @@ def test_every_topology_adds_what_it_declares(name):
     assert count.total == decoder_parameters(model_config)
     declared = topology(name).parameters
     assert declared is not None
-    assert branch_parameters(model_config) == 5 * (count.per_block["attention"] + count.per_block["feed_forward"])
+    assert branch_parameters(model_config) == 5 * (
+        count.per_block["attention"] + count.per_block["feed_forward"]
+    )
     assert table_parameters(model_config) == count.by_place["embedding"] + count.by_place["positions"]
     rest = sum(count.by_place.get(place, 0) for place in ("shared", "close", "final_norm"))
     connections = 5 * (count.per_block["connections"] + count.per_block.get("after_block", 0))

@@ -32,9 +32,9 @@ def params_of(model_config) -> Any:
 
 
 @functools.cache
-def forward(model_config, execution=ExecutionConfig()):
+def forward(model_config):
     """Return (params, tokens, valid, segments) -> states, compiled once per config and shapes."""
-    model = Encoder(model_config, execution)
+    model = Encoder(model_config)
     return jax.jit(
         lambda params, tokens_BT, valid_BT=None, segments_BT=None: model.apply(
             {"params": params}, tokens_BT, valid_BT=valid_BT, segments_BT=segments_BT

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxblock.axes import Label
+from jaxblock.axes import Label, path_name
 from jaxblock.training.config import OptimizerConfig
 from jaxblock.training.optimizer import make_optimizer
 
@@ -52,8 +52,12 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def flattened(tree: Any) -> dict[str, np.ndarray]:
     """Return a tree's leaves by path, as numpy arrays."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+    return {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a tree's leaves by path."""
+    return {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def draws(seed: int, *, spread: bool = False) -> dict[str, np.ndarray]:
@@ -76,12 +80,11 @@ GRADIENTS = [draws(seed, spread=True) for seed in (1, 2, 3)]
 
 
 @functools.cache
-def compiled(text: str, *, clip: float = 0.0, labels: tuple[Label, ...] = LABELS):
-    """Return an optimizer with decay 0.3 and a rate for the head, and its jitted update."""
-    rates = {"head": 0.25}
-    config = OptimizerConfig(algorithm=text, clip=clip, weight_decay=0.3, role_rates=rates)
-    optimizer = make_optimizer(config, labels)
-    return optimizer, jax.jit(optimizer.update)
+def compiled(text: str, *, clip: float = 0.0) -> optax.GradientTransformation:
+    """Return an optimizer with decay 0.3, a rate for the head and a label, jitted."""
+    config = OptimizerConfig(algorithm=text, clip=clip, weight_decay=0.3, role_rates={"head": 0.25})
+    optimizer = make_optimizer(config, LABELS)
+    return optax.GradientTransformation(jax.jit(optimizer.init), jax.jit(optimizer.update))
 
 
 @jax.jit
@@ -92,11 +95,11 @@ def moved(params: Any, updates: Any, rate: jax.typing.ArrayLike) -> Any:
 
 def three_updates(text: str, *, clip: float = 0.0) -> dict[str, np.ndarray]:
     """Return the parameters after three updates with rates 0.1, 0.2, 0.3."""
-    optimizer, update = compiled(text, clip=clip)
+    optimizer = compiled(text, clip=clip)
     params = as_params(draws(0))
-    state = jax.jit(optimizer.init)(params)
+    state = optimizer.init(params)
     for n, gradient in enumerate(GRADIENTS, start=1):
-        updates, state = update(as_params(gradient), state, params)
+        updates, state = optimizer.update(as_params(gradient), state, params)
         params = moved(params, updates, 0.1 * n)
     return flattened(params)
 

@@ -85,14 +85,12 @@ def test_dropout_differs_from_piece_to_piece():
     step, state = stepper(run)
     one = jax.tree.map(lambda x: x[:1].repeat(2, 0), ragged())
     both = float(step(state, one, KEY)[1].loss)
-    alone = training(
-        data={"batch": 1}, optimizer={**PLAIN, "learning_rate": 0.0}, branch_dropout=0.5
-    )
+    alone = training(data={"batch": 1}, optimizer={**PLAIN, "learning_rate": 0.0}, branch_dropout=0.5)
     step, state = stepper(alone)
     single = float(step(state, jax.tree.map(lambda x: x[:1], one), KEY)[1].loss)
     assert both != pytest.approx(single, rel=1e-4)
 
 
 def test_pieces_must_divide_the_batch():
-    with pytest.raises(ValueError, match=r"data.batch is 8 and data.accumulation is 3; accumulation must divide"):
+    with pytest.raises(ValueError, match=r"data.batch is 8 and data.accumulation is 3; it must divide batch"):
         DataConfig(batch=8, accumulation=3)

@@ -86,7 +86,9 @@ def test_b52_a_skipped_batch_is_counted_logged_and_passed_over(skipped, text, tm
     at_batches(monkeypatch, {}, passing_over=(2, 3))
     assert train(text, without) == 0
     assert losses(without) == losses(skipped)
-    for ours, theirs in zip(*(jax.tree.leaves(restored(x)[3].params) for x in (without, skipped)), strict=True):
+    for ours, theirs in zip(
+        *(jax.tree.leaves(restored(x)[3].params) for x in (without, skipped)), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -108,7 +110,12 @@ def test_b53_more_bad_steps_than_the_limit_end_the_run_with_its_last_good_parame
     at_batches(monkeypatch, dict.fromkeys(range(2, 22), bad_target))
     assert train(text, run, *SKIP, "--guard.limit", "3") == 3
     told = summary(run)
-    assert (told["status"], told["steps"], told["skipped_batches"], told["bad_step"]) == ("non_finite", 2, 3, 3)
+    assert (told["status"], told["steps"], told["skipped_batches"], told["bad_step"]) == (
+        "non_finite",
+        2,
+        3,
+        3,
+    )
     found = events(run)
     assert [row["action"] for row in found] == ["skip", "skip", "skip", "stop"]
     assert "more than guard.limit = 3 bad steps" in found[-1]["sentence"]
@@ -165,7 +172,14 @@ def test_a_spike_is_seen_and_skipped(text, tmp_path, monkeypatch):
     run = tmp_path / "run"
     at_batches(monkeypatch, {8: strange})
     flags = ("--guard.spike", "skip", "--guard.window", "4", "--guard.deviations", "8", "--run.steps", "12")
-    flags += ("--optimizer.learning_rate", "2e-2", "--run.checkpoint_every", "12", "--run.evaluate_every", "12")
+    flags += (
+        "--optimizer.learning_rate",
+        "2e-2",
+        "--run.checkpoint_every",
+        "12",
+        "--run.evaluate_every",
+        "12",
+    )
     assert train(text, run, *flags) == 0
     (event,) = events(run)
     assert [event[name] for name in ("step", "event", "action", "batch")] == [9, "spike", "skip", 8]

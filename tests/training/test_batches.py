@@ -128,6 +128,102 @@ def test_b27_documents_of_3_and_2_tokens(kind, seams, targets):
         assert batch.segments_BT.tolist() == [[1, 1, 1, 2]]
 
 
+def test_b27_documents_that_separators_end():
+    """Documents 1 2 9 and 3 9 in one shard: 2 + 1 targets; the separator is the last target of its document."""
+    stream = TokenStream([np.array([1, 2, 9, 3, 9], np.uint16)], separator=9)
+    batch = ValidationBatches(stream, context=4, batch=1, seams="separate")[0]
+    assert batch.targets_BT[batch.valid_BT].tolist() == [2, 9, 9]
+    assert batch.segments_BT.tolist() == [[1, 1, 1, 2]]
+    joined = ValidationBatches(stream, context=4, batch=1, seams="joined")[0]
+    assert joined.targets_BT[joined.valid_BT].tolist() == [2, 9, 3, 9]  # the control: 4, one across the seam
+
+
+@FEW
+@given(
+    st.lists(st.integers(1, 8), min_size=1, max_size=9),
+    st.integers(0, 3),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(1, 7),
+)
+def test_b27_packing_uses_every_token_and_counts_every_target_inside_its_document(
+    sizes, open_end, context, batch, shard
+):
+    """Documents of n tokens, the separator among them, have n - 1 targets, however windows and shards are cut."""
+    tokens = np.concatenate([*([1] * (size - 1) + [9] for size in sizes), [1] * open_end]).astype(np.uint16)
+    if len(tokens) < context + 1:
+        return
+    stream = TokenStream(np.array_split(tokens, range(shard, len(tokens), shard)), separator=9)
+    batches = ValidationBatches(stream, context=context, batch=batch, seams="separate")
+    read = [batches[number] for number in range(len(batches))]
+    expected = sum(size - 1 for size in sizes) + max(open_end - 1, 0)
+    assert sum(int(one.valid_BT.sum()) for one in read) == expected
+    for one in read:
+        crossing = (one.inputs_BT == 9) & (one.segments_BT > 0)
+        assert not one.valid_BT[crossing].any()
+        assert (one.valid_BT | crossing)[one.segments_BT > 0].all()
+    # Nothing is padded in training: every place of a window is a token of the stream.
+    trained = train(stream, context=context, batch=batch, seams="separate")[0]
+    assert (trained.inputs_BT > 0).all()
+    assert (trained.segments_BT > 0).all()
+    np.testing.assert_array_equal(trained.valid_BT, trained.inputs_BT != 9)
+
+
+def test_separators_and_known_starts_give_the_same_batches():
+    tokens = np.random.default_rng(0).integers(1, 6, 400).astype(np.uint16)
+    by_separator = TokenStream([tokens], separator=3)
+    by_starts = TokenStream([tokens], by_separator.starts)
+    for step in range(3):
+        assert_equal(
+            train(by_separator, context=16, seams="separate")[step],
+            train(by_starts, context=16, seams="separate")[step],
+        )
+
+
+@pytest.mark.parametrize("seams", SEAMS)
+def test_b80_four_processes_stop_and_two_go_on(seams):
+    """A process keeps nothing: after a restart with another number of them no row is lost and none read twice."""
+    stream, batch, stop, end = stream_of(90, 71), 8, 7, 15
+
+    def read(processes: int, steps: range) -> list[list[int]]:
+        own = batch // processes
+        hosts = [train(stream, batch=batch, seams=seams) for _ in range(processes)]
+        return [
+            row.tolist()
+            for step in steps
+            for host, batches in enumerate(hosts)
+            for row in batches.rows(step, range(host * own, (host + 1) * own)).targets_BT
+        ]
+
+    unbroken = read(1, range(end))
+    assert read(4, range(stop)) + read(2, range(stop, end)) == unbroken
+    epoch = unbroken[: train(stream).windows]
+    assert len({tuple(row) for row in epoch}) == len(epoch)  # nothing is repeated within an epoch
+
+
+@pytest.mark.parametrize("seams", SEAMS)
+def test_b82_seven_examples_on_two_processes_of_two_rows(seams):
+    """Both make the same steps in one shape; together they count each of the targets once."""
+    stream, context, own = stream_of(16, 13), 4, 2  # 28 targets: 7 windows
+    hosts = [ValidationBatches(stream, context=context, batch=2 * own, seams=seams) for _ in range(2)]
+    assert [len(host) for host in hosts] == [2, 2]
+    parts = [
+        host.rows(number, range(own * index, own * (index + 1)))
+        for number in range(2)
+        for index, host in enumerate(hosts)
+    ]
+    assert {part.inputs_BT.shape for part in parts} == {(own, context)}
+    counted = np.concatenate([part.targets_BT[part.valid_BT] for part in parts]).tolist()
+    seam = {17} if seams == "separate" else set()
+    assert sorted(counted) == [token for token in range(2, 30) if token not in seam]
+    assert not parts[-1].valid_BT[1].any()  # the eighth row is padding
+    steps = [
+        train(stream, batch=2 * own, seams=seams).rows(9, range(own * index, own * index + own))
+        for index in (0, 1)
+    ]
+    assert all(step.valid_BT.shape == (own, context) for step in steps)  # training never ends for one alone
+
+
 @FEW
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=5),
@@ -192,4 +288,19 @@ def test_b86_a_window_behind_2_to_the_32_tokens_is_read(tmp_path):
     stream = TokenStream([np.memmap(path, "<u2", mode="r")])
     window = ValidationBatches(stream, context=context, batch=1, seams="joined")[2**21]
     assert window.inputs_BT[0, :2].tolist() == [marker, 0]
+    assert stream.read(0, 1).tolist() == [0]
+
+
+def test_b86_a_window_of_4_byte_tokens_behind_16_gib_is_read(tmp_path):
+    """Sample 2^20 of length 4096 begins at token 2^32, byte 17 179 869 184; 32 bits would read offset 0."""
+    place, marker, context = 2**32, 100_000, 4096
+    path = tmp_path / "large.bin"
+    with open(path, "wb") as file:
+        file.truncate(4 * (place + 10_000))
+        file.seek(4 * place)
+        file.write(np.array([marker, 7, 7], "<u4").tobytes())
+    stream = TokenStream([np.memmap(path, "<u4", mode="r")], separator=marker)
+    window = ValidationBatches(stream, context=context, batch=1, seams="separate")[2**20]
+    assert window.inputs_BT[0, :3].tolist() == [marker, 7, 7]
+    assert window.segments_BT[0, :3].tolist() == [1, 2, 2]
     assert stream.read(0, 1).tolist() == [0]

@@ -1,10 +1,13 @@
 """The corpus: which tokens a path gives, that the split is disjoint and stable, and what is refused."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxblock.training import corpus as corpus_file
-from jaxblock.training.corpus import TokenStream, load_corpus
+from jaxblock.training.batches import TrainBatches
+from jaxblock.training.corpus import Corpus, TokenStream, load_corpus
 from jaxblock.training.token_files import TokenFile
+from jaxblock.training.tokenize import TokenizeSettings, plan_job
+from jaxblock.training.tokenizers import BYTES
 from tests.small_corpus import NAMES, content, everything, load, write_folder, write_shard
+from tests.small_tokenizers import FOX
 
 FEW = settings(deadline=None, max_examples=40)
+
+
+def load_separated(path: Path, separator: int, *, vocab_size: int = 10) -> Corpus:
+    sizes = {"vocab_size": vocab_size, "context": 2, "validation_tokens": 50}
+    return load_corpus(path, **sizes, separator=separator)
 
 
 # --- TokenStream
@@ -55,6 +67,165 @@ def test_starts_can_be_given_for_documents_inside_an_array():
     stream = TokenStream([np.arange(5, dtype=np.uint8)], np.array([0, 3]))
     assert stream.segments(0, 5).tolist() == [1, 1, 1, 2, 2]
     assert stream.segments(3, 2).tolist() == [1, 1]
+
+
+# --- separators
+
+
+@FEW
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=25), st.integers(1, 4), st.data())
+def test_a_separator_ends_the_document_before_it(tokens, chunk, data):
+    joined = np.array(tokens, np.uint16)
+    edge = data.draw(st.integers(0, len(tokens)))
+    stream = TokenStream([joined[:edge], joined[edge:]], separator=2)  # the edge of a shard is no seam
+    starts = [0, *(place + 1 for place in range(len(tokens) - 1) if tokens[place] == 2)]
+    owners = np.searchsorted(starts, np.arange(len(tokens)), side="right")
+    start = data.draw(st.integers(0, len(tokens)))
+    count = data.draw(st.integers(0, len(tokens) - start))
+    segments = stream.segments(start, count)
+    assert segments.dtype == np.int32
+    assert segments.tolist() == (owners[start : start + count] - owners[start : start + 1] + 1).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus_file, "_SCAN_TOKENS", chunk)
+        assert stream.starts.tolist() == starts
+        assert stream.has_targets() == bool(np.any(np.diff(starts, append=len(tokens)) > 1))
+        assert TokenStream([joined], np.array(starts)).has_targets() == stream.has_targets()
+    assert stream.starts.dtype == np.int64
+
+
+def test_a_stream_takes_starts_or_a_separator():
+    with pytest.raises(ValueError, match="not both"):
+        TokenStream([np.arange(3)], np.zeros(1), separator=1)
+
+
+def test_separators_in_plain_shards(tmp_path):
+    """llm.c's way: 9 starts a document, so it stands behind the one before."""
+    write_shard(tmp_path / "train_0.bin", [9, 1, 2, 9, 3] * 20)
+    write_shard(tmp_path / "train_1.bin", [4, 4, 9, 5, 5] * 20)
+    write_shard(tmp_path / "val_0.bin", [9, 7, 7, 7, 7] * 20)
+    known = load_separated(tmp_path, 9)
+    unknown = load(tmp_path, vocab_size=10)
+    assert everything(known.train) == everything(unknown.train)
+    assert known.fingerprint == unknown.fingerprint
+    assert known.train.segments(95, 10).tolist() == [1, 2, 2, 2, 3, 3, 3, 3, 4, 4]
+    assert unknown.train.segments(95, 10).tolist() == [1] * 5 + [2] * 5
+    assert known.validation.starts.tolist() == [0, *range(1, 50, 5)]
+    assert unknown.validation.starts.tolist() == [0]
+    assert known.tokenizer is unknown.tokenizer is None
+
+
+def test_separators_are_not_looked_for_until_documents_are_told_apart(tmp_path, monkeypatch):
+    path = write_shard(tmp_path / "x.bin", np.arange(1000) % 7)
+    monkeypatch.setattr(TokenStream, "_ends_document", None)
+    corpus = load_separated(path, 3)
+    TrainBatches(corpus.train, context=8, batch=2, seed=0, seams="joined")[3]
+    with pytest.raises(TypeError):  # the control
+        TrainBatches(corpus.train, context=8, batch=2, seed=0, seams="separate")[3]
+
+
+def test_looking_for_separators_takes_memory_for_the_documents_alone(tmp_path):
+    tokens = np.memmap(tmp_path / "x.bin", "<u2", mode="w+", shape=2**24)  # 32 MiB
+    tokens[:: 2**20] = 5
+    stream = TokenStream([tokens], separator=5)
+    tracemalloc.start()
+    try:
+        assert stream.has_targets()
+        early = tracemalloc.get_traced_memory()[1]
+        assert len(stream.starts) == 17
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert early <= peak < 12 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "separator", "reason"),
+    [
+        ("x.bin", 10, "data.separator is 10; it must be a whole number of at most 9"),
+        ("x.bin", -1, "data.separator is -1; .* at least 0"),
+        ("x.txt", 3, r"data.separator is 3, but .*x\.txt is text, whose documents are known"),
+    ],
+)
+def test_a_separator_that_cannot_be_is_refused(tmp_path, name, separator, reason):
+    write_shard(tmp_path / "x.bin", np.arange(100) % 10)
+    (tmp_path / "x.txt").write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match=reason):
+        load_separated(tmp_path / name, separator, vocab_size=256 if name == "x.txt" else 10)
+
+
+# --- folders of `jaxblock tokenize`
+
+
+def tokenized(folder: Path, tokenizer: str, **changes) -> Path:
+    rows = [json.dumps({"text": FOX[:60] * (1 + number % 3)}) + "\n" for number in range(20)]
+    folder.mkdir(exist_ok=True)
+    (folder / "in.jsonl").write_text("".join(rows), encoding="utf-8")
+    settings = TokenizeSettings(folder / "in.jsonl", folder / "out", tokenizer, validation=0.2, **changes)
+    plan_job(settings, lambda *args: None).run(lambda *args: None)
+    return folder / "out"
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bytes(end_of_text=True)", "bpe(vocab_size=270)"])
+def test_a_tokenized_folder_knows_its_documents_and_its_text(tmp_path, tokenizer):
+    out = tokenized(tmp_path, tokenizer, shard_tokens=150)
+    record = json.loads((out / "tokens.json").read_text())
+    corpus = load(out, vocab_size=300, validation_tokens=10**6)
+    counts = record["splits"]
+    for stream, split in ((corpus.train, counts["train"]), (corpus.validation, counts["val"])):
+        assert len(stream) == split["tokens"]
+        if tokenizer != "bytes":
+            assert len(stream.starts) == split["documents"]
+            assert stream.read(int(stream.starts[1]) - 1, 1)[0] == record["tokenizer"]["end_of_text"]
+    assert corpus.bytes_per_token == counts["val"]["bytes"] / counts["val"]["tokens"]
+    assert corpus.tokenizer is not None
+    assert corpus.tokenizer.decode(corpus.train.read(0, 60)).startswith(FOX[:40])
+    assert corpus.notes == ()
+
+
+def test_a_text_has_the_bytes_as_tokenizer(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"x" * 100)
+    assert load(tmp_path / "x.txt").tokenizer == BYTES
+
+
+def test_a_tokenized_folder_that_does_not_fit_is_refused(tmp_path):
+    out = tokenized(tmp_path, "bpe(vocab_size=270)")
+    with pytest.raises(
+        ValueError, match=r"vocab_size is 269; it must be at least 270 for the tokenizer 'bpe\("
+    ):
+        load(out, vocab_size=269)
+    with pytest.raises(
+        ValueError, match=r"data\.separator is 5, but the end of text in .*out is 0: leave it out"
+    ):
+        load_separated(out, 5, vocab_size=300)
+    assert load_separated(out, 0, vocab_size=300).train.separator == 0
+    (out / "train_000001.bin").write_bytes(b"ab")
+    assert load(out, vocab_size=300).notes == ("Skipped 1 files or folders beside the .bin shards.",)
+    shard = (out / "train_000000.bin").read_bytes()
+    write_shard(out / "train_000000.bin", [1] * 99, header=[20240520, 1, 99])
+    with pytest.raises(ValueError, match=r"train_000000\.bin holds 99 tokens, but tokens\.json says \d+$"):
+        load(out, vocab_size=300)
+    (out / "train_000000.bin").unlink()
+    with pytest.raises(ValueError, match=r"train_000000\.bin cannot be read: No such file"):
+        load(out, vocab_size=300)
+    (out / "train_000000.bin").write_bytes(shard)
+    (out / "tokenizer.json").write_text((out / "tokenizer.json").read_text() + " ")
+    with pytest.raises(ValueError, match="its file was changed"):
+        load(out, vocab_size=300)
+    for text in ("{", "[]", "{}", '{"splits": {"train": 3}}'):
+        (out / "tokens.json").write_text(text)
+        with pytest.raises(ValueError, match=r"tokens\.json is not what `jaxblock tokenize` writes"):
+            load(out, vocab_size=300)
+
+
+def test_without_the_library_ids_stay_ids_and_a_note_says_so(tmp_path, monkeypatch):
+    out = tokenized(tmp_path, "bpe(vocab_size=270)")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    corpus = load(out, vocab_size=270)
+    assert corpus.tokenizer is None
+    assert corpus.bytes_per_token is not None
+    assert re.fullmatch(
+        r"Ids stay ids: the tokenizer 'bpe.*' needs pip install \"jaxblock\[hf\]\"\.", corpus.notes[-1]
+    )
 
 
 # --- text

@@ -121,7 +121,7 @@ def optax_muon(leaf: np.ndarray, reduction: tuple[int, ...], outputs: tuple[int,
     return np.asarray(jax.jit(transform.update)(gradient, transform.init(gradient))[0]["x"])
 
 
-LOOPED = ("query", "output", "up")
+LOOPED = ("query", "output")
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_the_scales():
 
 
 def test_zero_gradients_give_a_zero_direction_with_and_without_momentum():
-    optimizer, update = compiled(RMS)
-    params = jax.tree.map(jnp.zeros_like, as_params(draws(0)))
-    updates, state = update(params, optimizer.init(params), params)
-    updates, _ = update(params, state, params)
+    optimizer = compiled(RMS)
+    params = as_params({path: 0 * leaf for path, leaf in draws(0).items()})
+    updates, state = optimizer.update(params, optimizer.init(params), params)
+    updates, _ = optimizer.update(params, state, params)
     for path, leaf in flattened(updates).items():
         assert (leaf == 0).all(), path
 
@@ -208,8 +208,7 @@ def test_a_runs_log_says_which_roles_are_orthogonalised():
 
 
 def test_the_state_holds_momenta_and_counts_and_no_constants():
-    optimizer, _ = compiled(RMS)
-    state = jax.eval_shape(optimizer.init, as_params(draws(0)))
+    state = jax.eval_shape(compiled(RMS).init, as_params(draws(0)))
     shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state))
     others = [shape for path, shape in SHAPES.items() if path not in KERNELS]
     assert shapes == sorted([(), (), *(SHAPES[path] for path in KERNELS), *others, *others])

@@ -1,6 +1,7 @@
-"""The optimizer: the schedule to the update, the clip, decay by role, and Adam against a reference in float64."""
+"""The optimizer: AdamW and Lion in float64, layers apart, the clip, decay and rates by role."""
 
 import functools
+import inspect
 import itertools
 import math
 
@@ -11,67 +12,95 @@ import optax
 import pytest
 
 from jaxblock import Decoder, axes
-from jaxblock.axes import parameter_rule, path_name
+from jaxblock.axes import Label, parameter_rule, path_name
 from jaxblock.config import POSITIONS
-from jaxblock.training.config import OptimizerConfig
+from jaxblock.training.config import ALGORITHMS, OptimizerConfig
 from jaxblock.training.config_file import build_config, fields
-from jaxblock.training.optimizer import decay_mask, decay_table, learning_rate_schedule, make_optimizer
+from jaxblock.training.optimizer import decay_mask, decay_table, make_optimizer, optimizer_table, rate_factors
+from jaxblock.training.optimizer.update import MAKERS
 from jaxblock.training.step import make_step
 from tests.small import CONNECTIONS, built, config, tokens
 from tests.small_training import Bigram, batch, bigram_params, state_of, training
+from tests.training.optimizer_reference import (
+    SHAPES,
+    adam_direction,
+    as_params,
+    assert_same,
+    compiled,
+    distances,
+    draws,
+    flattened,
+    three_references,
+    three_updates,
+)
 
 B57 = [1 / 4, 2 / 4, 3 / 4, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0]
 LINEAR = {"learning_rate": 1.0, "schedule": "linear(final=0.0)", "warmup": 0.4}
 
-
-def rates(steps: int, **options) -> np.ndarray:
-    """Return the learning rate of updates 1 to `steps`."""
-    schedule = learning_rate_schedule(OptimizerConfig(**options), steps)
-    values = schedule(jnp.arange(steps))
-    assert values.dtype == jnp.float32
-    return np.asarray(values)
+# Against float64 -------------------------------------------------------------------------------------------
 
 
-# Schedule --------------------------------------------------------------------------------------------------
+def lion_direction(beta1: float, beta2: float):
+    """Return Lion's direction."""
+
+    def direction(g, moments, n):
+        mean = moments.get("mean", 0.0)
+        moments["mean"] = beta2 * mean + (1 - beta2) * g
+        return np.sign(beta1 * mean + (1 - beta1) * g)
+
+    return direction
 
 
-def test_b57_warm_up_4_of_10_then_linear_to_0():
-    np.testing.assert_allclose(rates(10, **LINEAR), B57, rtol=1e-6, atol=0)
-    assert rates(10, **LINEAR)[-1] == 0
+@pytest.mark.parametrize("clip", [pytest.param(0.0, marks=pytest.mark.full), 50.0])
+def test_three_updates_of_adamw_equal_the_reference(clip):
+    """With clip, decay by role and label, and rates by role and label, all written out."""
+    text = "adamw(beta1=0.8, beta2=0.9, epsilon=0.01)"
+    found = three_updates(text, clip=clip)
+    want = three_references(lambda _: adam_direction(0.8, 0.9, 0.01), clip=clip)
+    assert_same(found, want)
+    for less in ((0.9, 0.9, 0.01), (0.8, 0.95, 0.01), (0.8, 0.9, 1e-8)):  # control: each option is read
+        others = three_references(lambda _, options=less: adam_direction(*options), clip=clip)
+        assert max(distances(found, others).values()) > 1e-3
+    unclipped = three_references(lambda _: adam_direction(0.8, 0.9, 0.01))
+    assert (max(distances(found, unclipped).values()) > 1e-3) == (clip > 0)
 
 
-@pytest.mark.parametrize("shift", [-1, 1])
-def test_b57_control_one_update_early_or_late_is_another_list(shift):
-    schedule = learning_rate_schedule(OptimizerConfig(**LINEAR), 10)
-    assert not np.allclose(schedule(jnp.arange(10) + shift), B57, atol=0.05)
+def test_three_updates_of_lion_equal_the_reference():
+    found = three_updates("lion(beta1=0.7, beta2=0.8)")
+    assert_same(found, three_references(lambda _: lion_direction(0.7, 0.8)))
+    for less in ((0.9, 0.8), (0.7, 0.99)):
+        others = three_references(lambda _, options=less: lion_direction(*options))
+        assert max(distances(found, others).values()) > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("name", "last"),
-    [
-        ("cosine", 0),
-        ("cosine(final=0.1)", 0.1),
-        ("linear(final=0.25)", 0.25),
-        ("linear(final=1)", 1),
-        ("constant", 1),
-    ],
-)
-@pytest.mark.parametrize("warmup", [0.0, 0.3, 1.0])
-def test_end_points(name, last, warmup):
-    """The peak is reached at the last update of the warm-up, the final value at the last update."""
-    values = rates(10, learning_rate=2.0, schedule=name, warmup=warmup)
-    warm = round(10 * warmup)
-    assert values[max(warm - 1, 0)] == pytest.approx(2.0 if warm else values[0])
-    assert values[-1] == pytest.approx(2.0 if warm == 10 else 2.0 * last, abs=1e-7)
-    assert (np.diff(values[:warm]) > 0).all()
-    assert (np.diff(values[max(warm - 1, 0) :]) <= 1e-7).all()
-    assert values[0] > 0
+def test_every_algorithm_takes_the_options_its_config_has():
+    assert set(MAKERS) == set(ALGORITHMS)
+    for name, maker in MAKERS.items():
+        parameters = inspect.signature(maker).parameters.values()
+        required = {p.name for p in parameters if p.default is p.empty}
+        assert required <= set(ALGORITHMS[name]) <= {p.name for p in parameters}, name
 
 
-def test_the_cosine_is_half_way_down_half_way_through():
-    values = rates(12, learning_rate=1.0, schedule="cosine(final=0.2)", warmup=1 / 6)
-    assert values[6] == pytest.approx((1 + 0.2) / 2)
-    assert values[4] == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * 0.3)))
+# Layers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_layer_moves_as_if_it_were_alone(name):
+    """Without a clip nothing of layer 0 depends on other layers' gradients: scanned and looped blocks move alike."""
+    optimizer, params = compiled(name), as_params(draws(0))
+    state = optimizer.init(params)
+    gradient = draws(1)
+    others = {
+        path: np.concatenate([g[:1], -3.0 * g[1:]]) if path.startswith("blocks") else g
+        for path, g in gradient.items()
+    }
+    ours, theirs = (flattened(optimizer.update(as_params(g), state, params)[0]) for g in (gradient, others))
+    for path in SHAPES:
+        if path.startswith("blocks"):
+            np.testing.assert_allclose(ours[path][0], theirs[path][0], rtol=1e-6, err_msg=path)
+            assert not np.allclose(ours[path][1:], theirs[path][1:], rtol=1e-3), (
+                path
+            )  # control: the others do move
 
 
 # A step in float64 -----------------------------------------------------------------------------------------
@@ -92,7 +121,7 @@ def bigram_gradient(table_VD, kernel_DV, data):
 
 @functools.cache
 def bigram_step(clip: float):
-    options = {**LINEAR, "learning_rate": 0.5, "weight_decay": 0.3, "beta2": 0.95, "clip": clip}
+    options = {**LINEAR, "learning_rate": 0.5, "weight_decay": 0.3, "clip": clip}
     run = training(steps=10, optimizer=options)
     return jax.jit(make_step(Bigram(), run)), state_of(run, bigram_params()), run.optimizer
 
@@ -100,6 +129,7 @@ def bigram_step(clip: float):
 @pytest.mark.parametrize("clip", [0.0, 0.2])
 def test_b57_ten_steps_equal_adamw_written_out_and_apply_the_logged_rate(clip):
     step, state, options = bigram_step(clip)
+    beta1, beta2, epsilon = (options.algorithm_choice.options[name] for name in ("beta1", "beta2", "epsilon"))
     values = [np.float64(leaf) for leaf in jax.tree.leaves(state.params)]
     first, second = [np.zeros_like(x) for x in values], [np.zeros_like(x) for x in values]
     norms = []
@@ -108,12 +138,12 @@ def test_b57_ten_steps_equal_adamw_written_out_and_apply_the_logged_rate(clip):
         norms.append(math.sqrt(sum((g**2).sum() for g in gradients)))
         shrink = min(1.0, clip / norms[-1]) if clip else 1.0
         for i, g in enumerate(gradients):
-            first[i] = options.beta1 * first[i] + (1 - options.beta1) * shrink * g
-            second[i] = options.beta2 * second[i] + (1 - options.beta2) * (shrink * g) ** 2
-            mean = first[i] / (1 - options.beta1**n)
-            square = second[i] / (1 - options.beta2**n)
+            first[i] = beta1 * first[i] + (1 - beta1) * shrink * g
+            second[i] = beta2 * second[i] + (1 - beta2) * (shrink * g) ** 2
+            mean = first[i] / (1 - beta1**n)
+            square = second[i] / (1 - beta2**n)
             decay = options.weight_decay * values[i] if i == 1 else 0.0  # the kernel's alone
-            values[i] = values[i] - 0.5 * rate * (mean / (np.sqrt(square) + options.epsilon) + decay)
+            values[i] = values[i] - 0.5 * rate * (mean / (np.sqrt(square) + epsilon) + decay)
         state, metrics = step(state, batch(seed=n), jax.random.key(0))
         np.testing.assert_allclose(metrics.loss, loss, rtol=1e-4)
         np.testing.assert_allclose(metrics.gradient_norm, norms[-1], rtol=1e-4)
@@ -129,7 +159,7 @@ def test_b57_ten_steps_equal_adamw_written_out_and_apply_the_logged_rate(clip):
 
 
 def update(gradient, params, **options):
-    optimizer = make_optimizer(OptimizerConfig(**options), 10)
+    optimizer = make_optimizer(OptimizerConfig(**options))
     return optimizer.update(gradient, optimizer.init(params), params)
 
 
@@ -138,15 +168,18 @@ def pair(table: float, kernel: float) -> dict:
     return {"embedding": {"table": jnp.full(2, table)}, "head": {"kernel": jnp.full(2, kernel)}}
 
 
-def test_b50_zero_gradients_under_a_clip_give_a_zero_update():
-    updates, _ = update(pair(0.0, 0.0), pair(1.0, 2.0), clip=1.0, weight_decay=0.0)
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_b50_zero_gradients_under_a_clip_give_a_zero_update(name):
+    """Under `jax_debug_nans` too: no NaN is made on the way and selected away."""
+    with jax.debug_nans(True):
+        updates, _ = update(pair(0.0, 0.0), pair(1.0, 2.0), algorithm=name, clip=1.0, weight_decay=0.0)
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(updates))
 
 
 @pytest.mark.parametrize(("clip", "norm"), [(0.0, 10.0), (1.0, 1.0), (30.0, 10.0)])
 def test_b50_zero_is_no_clip(clip, norm):
     gradient = pair(math.sqrt(18), math.sqrt(32))  # of norm sqrt(2 * 18 + 2 * 32) = 10
-    _, moments = update(gradient, pair(1.0, 2.0), clip=clip, beta1=0.5)
+    _, moments = update(gradient, pair(1.0, 2.0), clip=clip, algorithm="adamw(beta1=0.5)")
     means = [np.float64(leaf) for leaf in jax.tree.leaves(optax.tree.get(moments, "mu"))]
     assert 2 * math.sqrt(sum((leaf**2).sum() for leaf in means)) == pytest.approx(norm, rel=1e-5)
 
@@ -162,7 +195,7 @@ def test_b50_what_zero_means_is_said():
     assert "0 = no clipping" in text
 
 
-# Decay by role ---------------------------------------------------------------------------------------------
+# Decay and rates by role -----------------------------------------------------------------------------------
 
 KERNELS = {"query", "key", "value", "output", "gate", "up", "down", "head"}
 
@@ -175,23 +208,39 @@ def all_roles() -> dict:
     return jax.tree.map(lambda _: jnp.full(2, 3.0), params, is_leaf=lambda leaf: leaf is None)
 
 
-def test_a_step_without_gradient_shrinks_the_kernels_and_nothing_else():
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_a_step_without_gradient_shrinks_the_kernels_and_nothing_else(name):
     params = all_roles()
     gradient = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = update(
-        gradient, params, learning_rate=0.5, warmup=0.0, weight_decay=0.2, schedule="constant"
-    )
+    updates, _ = update(gradient, params, algorithm=name, weight_decay=0.2)
     roles = jax.tree.leaves(axes.roles(params))
     assert set(roles) == KERNELS | {"bias", "norm", "embedding", "position", "connection"}
-    for role, leaf, moved in zip(roles, jax.tree.leaves(params), jax.tree.leaves(updates), strict=True):
-        want = -0.1 * np.asarray(leaf) if role in KERNELS else np.zeros(2)
-        np.testing.assert_allclose(moved, want, rtol=1e-6, err_msg=role)
+    for role, leaf, change in zip(roles, jax.tree.leaves(params), jax.tree.leaves(updates), strict=True):
+        want = -0.2 * np.asarray(leaf) if role in KERNELS else np.zeros(2)
+        np.testing.assert_allclose(change, want, rtol=1e-6, err_msg=role)
 
 
 def test_the_mask_is_true_for_kernels():
     params = all_roles()
     flat_mask = jax.tree.leaves(decay_mask(params))
     assert flat_mask == [role in KERNELS for role in jax.tree.leaves(axes.roles(params))]
+
+
+def test_a_factor_is_the_roles_times_the_labels():
+    params = all_roles()
+    labels = (Label("blocks/.*/(query|key)/kernel", learning_rate=0.5), Label(".*/branch_scale", decay=True))
+    factors = flattened(rate_factors(params, labels, role_rates={"query": 3.0, "connection": 0.0}))
+    want = {"query": 1.5, "key": 0.5, "connection": 0.0}
+    for path, factor in factors.items():
+        assert factor == want.get(parameter_rule(path).role, 1.0), path
+    assert set(jax.tree.leaves(rate_factors(params))) == {1.0}
+
+
+def test_a_role_rate_for_a_role_the_model_does_not_have_is_refused():
+    optimizer = make_optimizer(OptimizerConfig(role_rates={"gate": 0.5}))
+    message = r"optimizer\.role_rates names 'gate', .* no such parameter; its roles: embedding, head"
+    with pytest.raises(ValueError, match=message):
+        optimizer.init(bigram_params())
 
 
 def test_the_decay_table_counts_every_parameter_once():
@@ -202,6 +251,19 @@ def test_the_decay_table_counts_every_parameter_once():
     ]
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 2304 + 480
     assert decay_table({}).split("\n") == ["weight decay on: nothing", "no weight decay on: nothing"]
+
+
+def test_a_runs_log_lists_the_rates_that_are_not_1():
+    _, params = built(config())
+    rates = OptimizerConfig(role_rates={"embedding": 0.3, "norm": 2.0, "bias": 1.0})
+    labels = (Label("blocks/attention/query/.*", learning_rate=0.3, decay=False),)
+    assert optimizer_table(rates, params, labels).split("\n") == [
+        "weight decay on: down 768, key 192, output 192, up 768, value 192",
+        "no weight decay on: bias 216, embedding 88, norm 112, position 64, query 192",
+        "learning rate times 0.3 on: bias 24, embedding 88, query 192",
+        "learning rate times 2 on: norm 112",
+    ]
+    assert optimizer_table(OptimizerConfig(), params) == decay_table(params)
 
 
 # The table of parameters -----------------------------------------------------------------------------------

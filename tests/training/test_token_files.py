@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxblock.training import token_files
+from jaxblock.training import shards, token_files
 from tests.small_corpus import content, everything, load, write_shard
 
 
@@ -73,6 +73,31 @@ def test_a_shard_holds_uint16_tokens(tmp_path, header):
     assert corpus.bytes_per_token is None
 
 
+def write_uint32(path, tokens, *, version=7):
+    header = np.array([20240801, version, len(tokens)] + [0] * 253, "<i4").tobytes()
+    path.write_bytes(header + np.asarray(tokens, "<u4").tobytes())
+    return path
+
+
+def test_a_shard_with_the_other_magic_holds_uint32_tokens(tmp_path):
+    tokens = 128_000 + np.arange(500) * 131
+    corpus = load(write_uint32(tmp_path / "x.bin", tokens), vocab_size=200_000)
+    read = everything(corpus.train) + everything(corpus.validation)
+    assert read == tokens.tolist()
+    assert read != (tokens % 2**16).tolist()  # the control: what 16 bits would hold
+    with pytest.raises(
+        ValueError, match=r"x\.bin holds the token id 193369 at offset 499 .*vocab_size is 193369"
+    ):
+        load(tmp_path / "x.bin", vocab_size=193_369)
+
+
+def test_shards_of_both_widths_are_one_stream(tmp_path):
+    write_shard(tmp_path / "0.bin", np.arange(50), header=[20240520, 1, 50])
+    write_uint32(tmp_path / "1.bin", 70_000 + np.arange(50))
+    corpus = load(tmp_path, vocab_size=70_050, validation_tokens=3)
+    assert corpus.train.read(48, 4).tolist() == [48, 49, 70_000, 70_001]
+
+
 def test_shards_named_val_are_validation(tmp_path):
     write_shard(tmp_path / "web_train_0.bin", np.full(100, 1))
     write_shard(tmp_path / "web_train_1.bin", np.full(100, 2), header=[20240520, 1, 100])
@@ -102,7 +127,12 @@ def test_without_a_val_shard_the_tail_is_validation(tmp_path):
         (np.array([20240520, 1, 9], "<i4").tobytes(), "12 bytes: a header of 1024 bytes and no tokens"),
         (np.array([20240520, 1, 9] + [0] * 257, "<i4").tobytes(), "promises 9 tokens, but the file holds 8"),
         (np.array([20240520, 2, 8] + [0] * 257, "<i4").tobytes(), "header version 2; only version 1"),
-        (np.array([20240801, 7, 4] + [0] * 257, "<i4").tobytes(), "uint32 tokens"),
+        (np.array([20240801, 1, 4] + [0] * 257, "<i4").tobytes(), "header version 1; only version 7"),
+        (
+            np.array([20240801, 7, 2] + [0] * 254, "<i4").tobytes()[:-2],
+            "promises 2 tokens, but the file holds 0 and 2",
+        ),
+        (np.array([20240801, 7, 9] + [0] * 257, "<i4").tobytes(), "promises 9 tokens, but the file holds 4"),
     ],
 )
 def test_b85_a_broken_shard_is_refused(tmp_path, content, reason):
@@ -113,7 +143,7 @@ def test_b85_a_broken_shard_is_refused(tmp_path, content, reason):
 
 
 def test_an_id_outside_the_vocabulary_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_files, "_SCAN_TOKENS", 7)
+    monkeypatch.setattr(shards, "_SCAN_TOKENS", 7)
     tokens = np.arange(100) % 50
     tokens[[61, 80]] = 50, 99
     path = write_shard(tmp_path / "x.bin", tokens)

@@ -50,7 +50,7 @@ class DataConfig(Section):
         check_integer("data.accumulation", self.accumulation, least=1)
         if self.batch % self.accumulation:
             raise ValueError(
-                f"data.batch is {self.batch} and data.accumulation is {self.accumulation}; accumulation must divide batch"
+                f"data.batch is {self.batch} and data.accumulation is {self.accumulation}; it must divide batch"
             )
         if self.separator is not None:
             check_integer("data.separator", self.separator, least=0)
@@ -66,7 +66,7 @@ class OptimizerConfig(Section):
     """Peak learning rate."""
     algorithm: str = "adamw(beta1=0.9, beta2=0.95)"
     """adamw(beta1=0.9, beta2=0.95, epsilon=1e-8), lion(beta1=0.9, beta2=0.99), adafactor(decay=0.8, epsilon=1e-30,
-    clipping=1.0), or muon(momentum=0.95, nesterov=True, iterations=5, scale="rms"), whose other parameters use AdamW."""
+    clipping=1.0), or muon(momentum=0.95, nesterov=True, iterations=5, scale="rms"), with AdamW for the rest."""
     schedule: str = "cosine(final=0.02)"
     """After the warm-up: cosine(final=0.0), linear(final=0.0), constant, wsd(decay=0.2, final=0.0) or inverse_sqrt;
     final = the last step's fraction of the peak, decay = the falling part, as a fraction of run.steps."""
@@ -76,7 +76,7 @@ class OptimizerConfig(Section):
     """Decoupled weight decay, times the learning rate; norms, biases, tables and connections are left out."""
     clip: float = 1.0
     """Largest global gradient norm; 0 = no clipping."""
-    role_rates: dict[str, float] = {}
+    role_rates: dict[str, float] = pydantic.Field(default={})
     """Factors on the learning rate by role of parameter, as in { embedding = 0.3, norm = 2.0 }; 1 where not named."""
     average: float = 0.0
     """Decay of a moving average of the parameters, evaluated beside them and used for samples; 0 = none is kept."""

@@ -45,7 +45,7 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._config, self._folder, self._baseline = config, folder, baseline
-        self._say, self._clock = say or _to_stderr, clock
+        self._say, self._clock = _to_stderr if say is None else say, clock
         self._curves, self._services = Curves(), dict[str, Service]()
         self._profile = Profile(config.watch, folder.path / "profile")
         self._failures: dict[str, tuple[int, str]] = {}
