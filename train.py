@@ -1,4 +1,4 @@
-"""Train a language model: `python train.py [CONFIG.toml] [--section.field VALUE]`; the same as `jaxblock train`."""
+"""Train a model: `python train.py [CONFIG.toml] [--section.field VALUE]`; the same as `jaxblock train`."""
 
 import sys
 

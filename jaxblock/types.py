@@ -7,6 +7,15 @@ lower case:
     D width      H heads      G key/value heads      R query heads per key/value head (H = G * R)
     K head dim   F feed-forward width      V vocabulary
     L blocks     S sublayers     N history rows     M streams
+
+Dtypes on the way, by the setting of the config that decides each (float32 where none does):
+
+    parameters                                              model.param_dtype
+    residual stream: embedding, what a connection returns   model.stream_dtype
+    what a branch reads and writes, keys and values kept    model.dtype
+    norm statistics, attention scores and softmax, depth mixing weights, logits, loss      float32
+    gradients: as their parameters; summed over pieces of a batch                          float32
+    optimizer state, updates, moving average                                               float32
 """
 
 from collections.abc import Callable

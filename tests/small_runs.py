@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxblock.cli import main

@@ -18,7 +18,7 @@ from jaxblock.training.config import (
     RunConfig,
     TrainConfig,
 )
-from jaxblock.training.step import TrainState, first_state, init_state, make_step
+from jaxblock.training.step import TrainState, first_state, make_step
 from tests.small import built, config, tokens
 
 
@@ -80,7 +80,11 @@ def stepper(run: TrainConfig):
 def abstract_state(run: TrainConfig) -> tuple[Decoder, Any]:
     """Return the model and the shapes and dtypes of the first state; nothing is computed."""
     model = Decoder(run.model, run.execution)
-    return model, jax.eval_shape(functools.partial(init_state, model, run), jax.random.key(0))
+
+    def start(key):
+        return first_state(model, run, model.init(key, jnp.zeros((1, 1), jnp.int32))["params"])
+
+    return model, jax.eval_shape(start, jax.random.key(0))
 
 
 class Bigram:

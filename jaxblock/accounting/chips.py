@@ -34,8 +34,9 @@ def _gpu(device_kind: str, half: float, tf32: float) -> Chip:
 
 CHIPS: tuple[Chip, ...] = (
     # cloud.google.com/tpu/docs, "Peak compute per chip (bf16)": v2 46, v3 123, v4 275, v5e 197, v5p 459, v6e 918,
-    # TPU7x 2307 TFLOP/s. A chip of v2, v3 and TPU7x is two devices, one of v4 and v5p is one (two cores together).
-    # Names of kinds: jax/_src/pallas/mosaic/tpu_info.py.
+    # cloud.google.com/tpu/docs, "Peak compute per chip (bf16)" in TFLOP/s: v3 123, v4 275, v5e 197, v5p 459, v6e 918,
+    # TPU7x 2307; v2 46 and the names of kinds: jax/_src/pallas/mosaic/tpu_info.py. A chip of v2, v3 and TPU7x is two
+    # JAX devices, one of v4 and v5p is one (its two cores together).
     _tpu("TPU v2", 23e12),
     _tpu("TPU v3", 61.5e12),
     _tpu("TPU v4", 275e12),

@@ -4,16 +4,16 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 import tyro
 
-from jaxblock.cli.arguments import Action, Flag, check_arguments, refuse
+from jaxblock.cli.arguments import Action, Flag, refuse
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainCommand:
-    """Train a language model."""
+    """Train a model."""
 
     config: Annotated[str | None, tyro.conf.Positional] = None
     """A TOML file. Left out: the built-in defaults, which are configs/quickstart.toml."""
@@ -23,55 +23,23 @@ class TrainCommand:
     """Print the summary as one line of JSON."""
 
 
-def _train_command() -> type[TrainCommand]:
-    """Return the record of `train`'s arguments: a text flag for every field of every section."""
-    from jaxblock.training.config_file import fields
-
-    sections: dict[str, dict[str, Any]] = {}
-    for field in fields():
-        text = f"{field.description} (default: {'none' if field.default is None else field.default})"
-        argument = tyro.conf.arg(metavar=field.type.upper(), help=text, help_behavior_hint="")
-        sections.setdefault(field.section, {})[field.name] = Annotated[str, argument]
-    kinds = [
-        (name, TypedDict(name, entries, total=False), dataclasses.field(default_factory=dict))  # type: ignore[operator]
-        for name, entries in sections.items()
-    ]
-    return dataclasses.make_dataclass("TrainOverrides", kinds, bases=(TrainCommand,), frozen=True)
-
-
 def train(arguments: Sequence[str]) -> Action:
-    """Train a language model: jaxblock train [CONFIG.toml] [--section.field VALUE]."""
-    from jaxblock.training.config_file import (
-        build_config,
-        check_path,
-        fields,
-        parse_override,
-        read_config_file,
-    )
+    """Train a model: jaxblock train [CONFIG.toml] [--section.field VALUE]."""
+    from jaxblock.cli.config_arguments import parse_with_config, read_config
     from jaxblock.training.host_memory import keep_freed_memory
     from jaxblock.training.loop import train as run
     from jaxblock.training.prepare import prepare
     from jaxblock.training.run_folder import RunError, RunFolder
 
-    known = ["resume", *(field.path for field in fields())]
-    check_arguments(arguments, known, positionals=1, refuse=lambda name: check_path(name, "flag"))
-    command = tyro.cli(
-        _train_command(), prog="jaxblock train", description=train.__doc__, args=list(arguments)
+    command, overrides = parse_with_config(
+        TrainCommand, arguments, name="train", description=train.__doc__, known=["resume"]
     )
-    overrides = {
-        f"{section}.{name}": parse_override(f"{section}.{name}", text)
-        for section, entries in vars(command).items()
-        if isinstance(entries, dict)
-        for name, text in entries.items()
-    }
     if command.resume is not None:
         folder = RunFolder.open(Path(command.resume))
-        source = folder.config if command.config is None else Path(command.config)
-        config = build_config(read_config_file(source), overrides)
+        config = read_config(folder.config if command.config is None else command.config, overrides)
         folder.check_resumable(config)
     else:
-        values = {} if command.config is None else read_config_file(Path(command.config))
-        config = build_config(values, overrides)
+        config = read_config(command.config, overrides)
         folder = RunFolder.check_new(config)
     prepared = prepare(config)
     if command.resume is None:
@@ -106,6 +74,4 @@ def _report(run: Path, summary: Mapping[str, Any], sample: str) -> str:
         )
     if summary["val_bits_per_byte"] is not None:
         lines.append(f"bits per byte   {summary['val_bits_per_byte']:.4f}")
-    return "\n".join(
-        [*lines, f"run             {run}", "sample (prompt and continuation):", "", sample.rstrip("\n")]
-    )
+    return "\n".join([*lines, f"run             {run}", "sample:", "", sample.rstrip("\n")])

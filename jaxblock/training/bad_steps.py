@@ -1,11 +1,10 @@
 """What a run does at a bad step: stop, skip its batch, or rewind; and the row that says so in metrics.jsonl."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxblock.training.config import GuardConfig
-from jaxblock.training.diagnosis import Fault, find_fault
+from jaxblock.training.diagnosis import Fault, find_fault, first_not_finite
 from jaxblock.training.run_folder import finite_or_none
 from jaxblock.training.step import StepMetrics, TrainState
 from jaxblock.training.task import Task
@@ -42,18 +41,29 @@ def answer_of(bad: BadStep, state: TrainState, config: GuardConfig) -> Answer:
     return Answer(action, strikes, "")
 
 
-def locate(bad: BadStep, task: Task, state: TrainState, batch: Any, key: Array) -> Fault:
+def locate(bad: BadStep, task: Task, state: TrainState, pieces: Sequence[tuple[Any, Array]]) -> Fault:
     """Return where the step went wrong; `state` is the one before it, since a bad step is not applied.
+
+    Searching must not hide the bad step itself: what goes wrong in here, as too little memory, becomes the sentence.
 
     Args:
       bad: the step.
       task: what is trained.
       state: frozen by the alarm.
-      batch: the one the step read.
-      key: the run's.
+      pieces: the batches the step computed one after the other, each with its dropout key.
     """
-    dropout_key = jax.random.fold_in(key, state.step)
-    return find_fault(task, state.params, batch, dropout_key, kind=bad.kind)
+    try:
+        if bad.kind == "non_finite":
+            for batch, key in pieces[:-1]:
+                found = first_not_finite(task, state.params, batch, key)
+                if found is not None:
+                    return found
+            return find_fault(task, state.params, *pieces[-1], kind=bad.kind)
+        found = [find_fault(task, state.params, batch, key, kind=bad.kind) for batch, key in pieces]
+        return max(found, key=lambda fault: fault.value or 0.0)
+    except Exception as error:
+        words = f"its place is not known, the search failed with {type(error).__name__}: {error}"
+        return Fault(bad.kind, "unknown", "unknown", "unknown", None, None, words)
 
 
 def bad_step_row(bad: BadStep, answer: Answer, fault: Fault, *, batch: int, skipped: int) -> dict[str, Any]:

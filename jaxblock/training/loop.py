@@ -23,7 +23,15 @@ from jaxblock.training.prepare import Prepared, init_state, run_keys
 from jaxblock.training.progress import Progress
 from jaxblock.training.run_folder import RunFolder, finite_or_none
 from jaxblock.training.saved_state import parts_of, state_of
-from jaxblock.training.step import Step, StepMetrics, TrainState, averaged_weights, first_state, make_step
+from jaxblock.training.step import (
+    Step,
+    StepMetrics,
+    TrainState,
+    averaged_weights,
+    first_state,
+    make_step,
+    pieces_of,
+)
 from jaxblock.training.summary import finish_run
 from jaxblock.training.task import Baseline, evaluate
 from jaxblock.training.watch import Watch
@@ -56,14 +64,13 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
             replace_text(folder.path / name, text)
         baseline = task.baseline()
         with (
-            Watch(config, folder, baseline=baseline.loss) as watch,
             Progress(steps=config.run.steps, done=done) as progress,
+            Watch(config, folder, baseline=baseline.loss, say=progress.say) as watch,
         ):
             for line in _opening(prepared, begun, parameters, baseline):
                 progress.say(line)
             loop = _Loop(prepared, folder, _Outlets(checkpoints, progress, watch))
             state = loop.run(begun.state, begun.key, interrupts)
-            notes = [*begun.notes, *watch.notes]
         code = EXIT_GUARD if loop.stopped_by is not None else interrupts.exit_code
         facts = {
             "status": loop.stopped_by or {EXIT_DONE: "done"}.get(code, "interrupted"),
@@ -74,7 +81,7 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
             "baseline": baseline.words,
             **loop.seconds.report(),
             "params": parameters,
-            "notes": notes,
+            "notes": [*begun.notes, *watch.notes],  # closing a watcher can fail too
         }
         summary = finish_run(prepared, folder, state, facts, started=start)
     return code, summary
@@ -250,7 +257,7 @@ class _Loop:
         answer = answer_of(bad, state, self.prepared.config.guard)
         number = int(state.step) + int(state.skipped)
         task = self.prepared.task
-        fault = locate(bad, task, state, task.train[number], key)
+        fault = locate(bad, task, state, self._pieces(number, state, key))
         if answer.action == "rewind":
             state = self._rewound(number)
             self.folder.abandon_metrics(after=int(state.step))
@@ -263,6 +270,11 @@ class _Loop:
             self.stopped_by, self.bad_step = bad.kind, bad.step
             return state
         return state._replace(guard=pass_over(state.guard, answer.strikes))
+
+    def _pieces(self, number: int, state: TrainState, key: Array) -> list[tuple[Any, Array]]:
+        """Return what the step computed at once: its batch, or the pieces it was accumulated from, with their keys."""
+        count = self.prepared.config.data.accumulation
+        return pieces_of(self.prepared.task.train[number], jax.random.fold_in(key, state.step), count)
 
     def _rewound(self, number: int) -> TrainState:
         """Return the newest saved state (the first one where none is), whose next batch follows batch `number`."""

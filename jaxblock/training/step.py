@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxblock.functional.losses import CrossEntropy
-from jaxblock.models.decoder import Decoder
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.guard import GOOD, Guard, judge, open_guard, remember
 from jaxblock.training.objectives import Loss, training_loss
@@ -58,11 +57,6 @@ class StepMetrics(NamedTuple):
 
 
 Step = Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics]]
-
-
-def init_state(model: Decoder, config: TrainConfig, key: Array) -> TrainState:
-    """Return the state before the first step; jit it, so that nothing is computed but the initial values."""
-    return first_state(model, config, model.init(key, jnp.zeros((1, 1), jnp.int32))["params"])
 
 
 def first_state(model: Any, config: TrainConfig, params: Params) -> TrainState:
@@ -136,7 +130,7 @@ def _gradient(
         return jax.grad(mean, has_aux=True)(params)
 
     rows = jax.tree.leaves(batch)[0].shape[0]
-    split = jax.tree.map(lambda x: jnp.asarray(x).reshape(pieces, rows // pieces, *x.shape[1:]), batch)
+    split = _split(batch, pieces)
 
     def share(params: Params, piece: Any, key: Array) -> tuple[Array, CrossEntropy]:
         # A sum, as the number of real targets is known only at the end; divided by the rows to keep its scale.
@@ -155,8 +149,21 @@ def _gradient(
     shape = jax.eval_shape(jax.grad(share, has_aux=True), params, first, key)
     (gradients, sums), _ = jax.lax.scan(add, jax.tree.map(zeros, shape), (split, jnp.arange(pieces)))
     weight = jnp.maximum(sums.weight, 1)
-    gradients = jax.tree.map(lambda g, p: (g * (rows / weight)).astype(p.dtype), gradients, params)
+    gradients = jax.tree.map(lambda g: g * (rows / weight), gradients)
     return gradients, sums._replace(loss=sums.total / weight)
+
+
+def _split(batch: Any, pieces: int) -> Any:
+    """Return the batch's rows in pieces, every leaf [pieces, B / pieces, ...]."""
+    return jax.tree.map(lambda x: jnp.asarray(x).reshape(pieces, -1, *x.shape[1:]), batch)
+
+
+def pieces_of(batch: Any, key: Array, pieces: int) -> list[tuple[Any, Array]]:
+    """Return the batches a step computes one after the other, each with its dropout key."""
+    if pieces == 1:
+        return [(batch, key)]
+    split = _split(batch, pieces)
+    return [(jax.tree.map(lambda x, i=i: x[i], split), jax.random.fold_in(key, i)) for i in range(pieces)]
 
 
 def move_average(average: Params | None, params: Params, updates: Array, *, decay: float) -> Params | None:

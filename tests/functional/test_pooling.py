@@ -55,6 +55,18 @@ def test_b74_a_row_without_a_real_token_gives_zero_and_zero_gradient(pool):
         assert np.isfinite(slope).all()
 
 
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 4, 3), (0, 0, 3)])
+def test_b74_no_token_and_no_row_give_zeros_of_the_right_shape(pool, shape):
+    """Controls: with one token there is an answer that is not zero, and eager equals compiled."""
+    x, valid = jnp.ones(shape), jnp.ones(shape[:2], bool)
+    for pooled in (pool(x, valid), JITTED[pool](x, valid)):
+        assert pooled.shape == (shape[0], 3)
+        np.testing.assert_array_equal(pooled, np.zeros((shape[0], 3)))
+    assert SLOPES[pool](x, valid).shape == shape
+    np.testing.assert_array_equal(pool(jnp.ones((2, 1, 3)), jnp.ones((2, 1), bool)), np.ones((2, 3)))
+
+
 @pytest.mark.parametrize("garbage", [1e4, np.nan, np.inf])
 @pytest.mark.parametrize("pool", POOLS)
 def test_garbage_in_padded_positions_changes_no_bit(pool, garbage):

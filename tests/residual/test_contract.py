@@ -27,8 +27,8 @@ from jaxblock.residual import (
     topology,
 )
 from jaxblock.residual import contract as contract_page
-from jaxblock.training.optimizer import make_optimizer
-from jaxblock.training.step import TrainState, make_step
+from jaxblock.training.guard import GOOD
+from jaxblock.training.step import first_state, make_step
 from tests.residual.battery import CHEAP, CHECKS, PLAIN, Entry, GivenModel, draw, given_branch
 from tests.small import built, config, tokens
 from tests.small_training import batch, training
@@ -310,10 +310,9 @@ def one_step(rule, **optimizer):
     """Return parameters before and after one training step of a small model with this topology."""
     settings = training(optimizer={"weight_decay": 0.1, "warmup": 0.0, **optimizer})
     model, params = built(settings.model, topology=rule)
-    moments = make_optimizer(settings.optimizer, settings.run.steps, rule.labels).init(params)
-    state = TrainState(jnp.zeros((), jnp.int32), params, moments, jnp.ones((), bool))
+    state = first_state(model, settings, params)
     after, metrics = jax.jit(make_step(model, settings))(state, batch(), jax.random.key(1))
-    assert bool(metrics.healthy)
+    assert metrics.alarm == GOOD
     return state.params, after.params
 
 

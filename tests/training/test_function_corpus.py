@@ -38,6 +38,7 @@ if os.name == "nt":
 
 lambda_ = lambda: 4
 
+class C:
     def left(self):
         return """
 over to the left
@@ -118,9 +119,9 @@ def test_classes_are_the_packages_with_enough_functions_in_two_files(tmp_path):
     assert ("alpha", "def l(x):\n    x = 'é'\n    x\n    return x") in texts(corpus)
     assert corpus.notes == (
         "Skipped 1 files that are not Python.",
-        f"Skipped 20 functions shorter than {SHORTEST} lines.",
         "Skipped 50 functions of packages with too few of them.",
-        "Cut 40 of 41 texts to their first 30 bytes.",
+        f"Skipped 20 functions shorter than {SHORTEST} lines.",
+        "Cut 41 of 41 texts to their first 30 bytes.",
     )
     with pytest.raises(ValueError, match=r"has 1 packages with at least 21 functions in two files or more"):
         load_functions(tmp_path, context=30, least=21)

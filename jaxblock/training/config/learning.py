@@ -21,7 +21,14 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
     "lion": {"beta1": 0.9, "beta2": 0.99},
     "adafactor": {"decay": 0.8, "epsilon": 1e-30, "clipping": 1.0},
-    "muon": {"momentum": 0.95, "nesterov": True, "iterations": 5, "scale": "rms"},
+    "muon": {
+        "momentum": 0.95,
+        "nesterov": True,
+        "iterations": 5,
+        "scale": "rms",
+        "beta1": 0.9,
+        "beta2": 0.95,
+    },
 }
 ROLES = tuple(dict.fromkeys(rule.role for rule in PARAMETERS))
 
@@ -66,7 +73,8 @@ class OptimizerConfig(Section):
     """Peak learning rate."""
     algorithm: str = "adamw(beta1=0.9, beta2=0.95)"
     """adamw(beta1=0.9, beta2=0.95, epsilon=1e-8), lion(beta1=0.9, beta2=0.99), adafactor(decay=0.8, epsilon=1e-30,
-    clipping=1.0), or muon(momentum=0.95, nesterov=True, iterations=5, scale="rms"), with AdamW for the rest."""
+    clipping=1.0), or muon(momentum=0.95, nesterov=True, iterations=5, scale="rms", beta1=0.9, beta2=0.95): the
+    betas belong to the AdamW that moves what is no matrix of a block."""
     schedule: str = "cosine(final=0.02)"
     """After the warm-up: cosine(final=0.0), linear(final=0.0), constant, wsd(decay=0.2, final=0.0) or inverse_sqrt;
     final = the last step's fraction of the peak, decay = the falling part, as a fraction of run.steps."""
@@ -110,7 +118,7 @@ class OptimizerConfig(Section):
             if positive in options:
                 check_number(f"optimizer.algorithm: {positive}", options[positive], above=0.0)
         if name == "muon":
-            check_integer("optimizer.algorithm: iterations", options["iterations"], least=1)
+            check_integer("optimizer.algorithm: iterations", options["iterations"], least=1, most=20)
             check_choice("optimizer.algorithm: scale", options["scale"], ("rms", "spectral"))
 
     @property

@@ -115,7 +115,7 @@ class WatchConfig(Section):
     """What shows a run while it trains, besides its own folder."""
 
     figure_seconds: float = 60.0
-    """Least time between redrawings of plots/ while the run trains; 0 = only at the end."""
+    """Least time between redrawings of plots/run.png while the run trains; 0 = only at the end."""
     tensorboard: bool = False
     """Also write every step to RUN/tensorboard (needs jaxblock[tensorboard])."""
     wandb: str | None = None
