@@ -71,9 +71,9 @@ def rows(run: Path) -> list[dict]:
 
 def losses(run: Path) -> dict[int, float]:
     """Return the loss of each step, and check that no step stands there twice or out of order."""
-    steps = [row["step"] for row in rows(run) if "loss" in row]
-    assert steps == list(range(1, len(steps) + 1))
-    return {row["step"]: row["loss"] for row in rows(run) if "loss" in row}
+    made = [row for row in rows(run) if "loss" in row and "event" not in row]
+    assert [row["step"] for row in made] == list(range(1, len(made) + 1))
+    return {row["step"]: row["loss"] for row in made}
 
 
 def summary(run: Path) -> dict:

@@ -46,7 +46,7 @@ CHIPS: tuple[Chip, ...] = (
     _tpu("TPU7x", 1153.5e12),
     # NVIDIA data sheets; where they print only figures "with sparsity", half of those. V100 and T4 multiply float16
     # in their tensor cores and have no TF32: their float32 is the CUDA cores'.
-    Chip(r"(Tesla|NVIDIA) V100-SXM[23]-\d+GB", None, 125e12, 15.7e12),
+    Chip(r"(Tesla|NVIDIA) V100-SXM2-\d+GB", None, 125e12, 15.7e12),
     Chip(r"(Tesla|NVIDIA) V100-PCIE-\d+GB", None, 112e12, 14e12),
     Chip(r"(Tesla|NVIDIA) T4", None, 65e12, 8.1e12),
     _gpu(r"(NVIDIA )?A100-(SXM4|SXM|PCIE|PCIe)-\d+GB|NVIDIA A100 80GB PCIe", 312e12, 156e12),

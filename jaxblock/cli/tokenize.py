@@ -135,7 +135,7 @@ class Speed:
             self._stage, self._start, self._said, self._first = stage, now, now, (done, tokens)
         seconds = max(now - self._start, 1e-9)
         rate, speed = (tokens - self._first[1]) / seconds, (done - self._first[0]) / seconds
-        words = f"{stage}  {rate:,.0f} tokens/s" if tokens else stage
+        words = f"{stage}  {rate:,.0f} tokens/s" if rate else stage
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=words)
         elif now - self._said >= _SECONDS_BETWEEN_LINES:

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder named by its step: what Orbax writes (one flat tree of named arrays) and `manifest.json`.
 It is written under another name, brought to the disk, and renamed: a kill at any moment leaves it whole or not
-there. Orbax writes and reads arrays; what is saved, wanted, damaged or kept is settled here, because its manager
-loads a checkpoint of another depth without a word and skips steps below the newest.
+there. Orbax writes and reads arrays; what is saved, wanted, damaged or kept is settled here: its own manager casts
+to another dtype without a word, fails alike at another model and at damage, and skips steps below the newest.
 """
 
 import contextlib

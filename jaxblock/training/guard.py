@@ -36,8 +36,8 @@ class Guard(NamedTuple):
 
 def open_guard(config: GuardConfig) -> Guard:
     """Return the guard before the first step."""
-    zero = jnp.zeros((), jnp.int32)
-    return Guard(jnp.zeros((2, config.window), jnp.float32), zero, zero, zero, zero)
+    # A buffer of its own for each: the state is donated, and one buffer cannot be donated twice.
+    return Guard(jnp.zeros((2, config.window), jnp.float32), *(jnp.zeros((), jnp.int32) for _ in range(4)))
 
 
 def judge(guard: Guard, values_2: Array, *, finite: Array, config: GuardConfig) -> Array:
@@ -81,5 +81,5 @@ def remember(guard: Guard, values_2: Array) -> Guard:
 
 def pass_over(guard: Guard, strikes: int) -> Guard:
     """Return the guard after its alarm has been answered: `strikes` bad steps, no streak."""
-    zero = jnp.zeros((), jnp.int32)
-    return guard._replace(alarm=zero, strikes=jnp.asarray(strikes, jnp.int32), streak=zero)
+    alarm, streak = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    return guard._replace(alarm=alarm, strikes=jnp.asarray(strikes, jnp.int32), streak=streak)

@@ -6,6 +6,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from jaxblock.accounting import model_flops_utilisation
 from jaxblock.models.decoder import Decoder
 from jaxblock.training.baseline import trigram_baseline
 from jaxblock.training.batches import Batch, TrainBatches, ValidationBatches
@@ -50,6 +51,10 @@ def language_task(config: TrainConfig) -> Task:
         tokens = continue_prompt(model, params, prompt_1T, config.sample, key=key)
         return text.decode(prompt_1T[0]) + separator(text) + text.decode(tokens) + "\n"
 
+    def utilisation(per_second: float) -> float | None:
+        kind = jax.devices()[0].device_kind
+        return model_flops_utilisation(per_second, config.model, device_kind=kind)
+
     def forward(params: Params, batch: Batch, key: Array | None) -> tuple[Array, dict[str, Any]]:
         rngs = {} if key is None else {"dropout": key}
         inputs_BT, _, _, segments_BT = jax.tree.map(jnp.asarray, batch)
@@ -75,6 +80,7 @@ def language_task(config: TrainConfig) -> Task:
         baseline=baseline,
         finish=finish,
         forward=forward,
+        utilisation=utilisation,
     )
 
 

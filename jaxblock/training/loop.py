@@ -80,6 +80,7 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
             "baseline_loss": baseline.loss,
             "baseline": baseline.words,
             **loop.seconds.report(),
+            **loop.utilisation(),
             "params": parameters,
             "notes": [*begun.notes, *watch.notes],  # closing a watcher can fail too
         }
@@ -245,12 +246,16 @@ class _Loop:
         self._append([_row(number, metrics) for number, metrics in good])
         if good:
             number, metrics = good[-1]
-            self.progress.step(
-                number, loss=float(metrics.loss), tokens_per_s=self.seconds.tokens_per_s or 0.0
-            )
+            speed = self.seconds.tokens_per_s or 0.0
+            self.progress.step(number, loss=float(metrics.loss), tokens_per_s=speed, **self.utilisation())
         # Every step after the first bad one left the state as it was.
         bad = fetched[len(good) :]
         return BadStep(bad[0][0], NAMES[int(bad[0][1].alarm)], bad[0][1]) if bad else None
+
+    def utilisation(self) -> dict[str, float]:
+        """Return the model FLOPs utilisation so far, and nothing for a chip whose peak is not known."""
+        found = self.prepared.task.utilisation(self.seconds.tokens_per_s or 0.0)
+        return {} if found is None else {"model_flops_utilisation": found}
 
     def _answer(self, bad: BadStep, state: TrainState, key: Array) -> TrainState:
         """Log a bad step with the place it went wrong, and return the state to go on with."""

@@ -38,9 +38,13 @@ class Progress:
         """Print a line."""
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def step(self, step: int, *, loss: float, tokens_per_s: float) -> None:
-        """Report that `step` updates are done."""
+    def step(
+        self, step: int, *, loss: float, tokens_per_s: float, model_flops_utilisation: float | None = None
+    ) -> None:
+        """Report that `step` updates are done; utilisation where it is known."""
         words = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
+        if model_flops_utilisation is not None:
+            words += f"  {100 * model_flops_utilisation:.1f} % of peak"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=words)
             return

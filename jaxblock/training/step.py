@@ -65,8 +65,8 @@ def first_state(model: Any, config: TrainConfig, params: Params) -> TrainState:
     average = None
     if config.optimizer.average:
         average = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, zero, params, moments, average, open_guard(config.guard))
+    step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    return TrainState(step, skipped, params, moments, average, open_guard(config.guard))
 
 
 def make_step(model: Any, config: TrainConfig, loss: Loss | None = None) -> Step:

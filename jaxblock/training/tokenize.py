@@ -98,9 +98,8 @@ class TokenizeJob:
     ):
         self.settings, self.notes = settings, texts.notes
         self._choice, self._texts, self._scan = choice, texts, scan
-        self._progress = _read_progress(settings.out)
-        if self._progress is not None:
-            self._check_same(self._progress["settings"])
+        self._progress: dict[str, Any] | None = None
+        self._look_again()
 
     @property
     def size(self) -> int:
@@ -122,10 +121,20 @@ class TokenizeJob:
         out = self.settings.out
         tokenizer = self._tokenizer(report)
         split = choose_split(self._scan, self._wanted_bytes(tokenizer))
-        with readable(out):
+        try:
             out.mkdir(parents=True, exist_ok=True)
             with locked(out):
+                self._look_again()
                 return self._encode(tokenizer, split, report)
+        except OSError as error:
+            raise ValueError(f"{out} cannot be written: {error.strerror or error}") from error
+
+    def _look_again(self) -> None:
+        """Find out, now that the folder is this process's own, how far the job is."""
+        check_out(self.settings.out, self.settings.source)
+        self._progress = _read_progress(self.settings.out)
+        if self._progress is not None:
+            self._check_same(self._progress["settings"])
 
     def _tokenizer(self, report: Report) -> Tokenizer:
         """Return the tokenizer; one that is yet to be trained is trained on train documents."""

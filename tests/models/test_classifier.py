@@ -41,6 +41,7 @@ def drawn(model: Classifier) -> Any:
 
 
 def classifier(pooling: str = "mean", **changes: Any) -> Classifier:
+    """Return a classifier of three classes and two blocks."""
     return Classifier(config(**{"depth": 2, **changes}), classes=3, pooling=pooling)
 
 

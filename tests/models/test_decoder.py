@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxblock import Decoder, ModelConfig, generate
+from jaxblock import Decoder, ModelConfig
 from jaxblock.config import POSITIONS
 from jaxblock.functional.masks import AttentionPattern
-from jaxblock.functional.sampling import SamplingRule
 from tests.small import CONNECTIONS, built, config, tokens
 
-GREEDY = SamplingRule(temperature=0.0)
 DISTINCT = jnp.asarray([[3, 9, 1, 7, 0, 5]], jnp.int32)
 
 
@@ -283,49 +281,6 @@ def test_kernels_of_a_block_are_counted_by_their_formula(changes, attention, fee
         for part in ("attention", "feed_forward")
     }
     assert sizes == {"attention": 3 * attention, "feed_forward": 3 * feed_forward}
-
-
-# Generation ----------------------------------------------------------------------------------------------------------
-
-SHORT = config(depth=1, context=4, vocab_multiple=8, head="untied")
-
-
-def argmax_continuation(params, prompt_BT, length: int) -> np.ndarray:
-    """Return the greedy continuation, one full forward of the last `context` tokens at a time."""
-    tokens_BT = prompt_BT
-    for _ in range(length):
-        logits_BTV = forward(SHORT)(params, tokens_BT[:, -SHORT.context :])
-        best_B1 = jnp.argmax(logits_BTV[:, -1:, : SHORT.vocab_size], axis=-1).astype(jnp.int32)
-        tokens_BT = jnp.concatenate([tokens_BT, best_B1], axis=1)
-    return np.asarray(tokens_BT[:, prompt_BT.shape[1] :])
-
-
-@pytest.mark.parametrize("prompt", [3, 6], ids=["within", "longer-than-the-context"])
-def test_greedy_generation_is_the_argmax_of_the_full_forward(prompt):
-    """Seven new tokens in a context of four: the model goes on with the last four."""
-    params = jax.tree.map(lambda x: 3 * x, drawn(SHORT))  # large enough that tokens, not positions, decide
-    prompt_BT = tokens(2, prompt, seed=6)
-    got = generate(Decoder(SHORT), params, prompt_BT, jax.random.key(0), length=7, rule=GREEDY)
-    np.testing.assert_array_equal(got, argmax_continuation(params, prompt_BT, 7))
-    assert len(np.unique(got)) > 4
-
-
-def test_generation_under_jit_follows_its_key_and_never_emits_a_padded_id():
-    """The padded columns of the head are made to win, under a rule that does not exclude them."""
-    kernel = drawn(SHORT)["head"]["kernel"]
-    params = {**drawn(SHORT), "head": {"kernel": kernel.at[:, 11:].set(10 * kernel[:, :5])}}
-    run_jit = jax.jit(
-        lambda params, key: generate(Decoder(SHORT), params, tokens(8, 3), key, length=7, rule=SamplingRule())
-    )
-    first, again, other = (np.asarray(run_jit(params, jax.random.key(seed))) for seed in (0, 0, 1))
-    np.testing.assert_array_equal(first, again)
-    assert not np.array_equal(first, other)
-    assert first.shape == (8, 7)
-    assert first.dtype == np.int32
-    assert first.min() >= 0
-    assert max(first.max(), other.max()) < SHORT.vocab_size
-    logits = forward(SHORT)(params, tokens(8, 3))
-    assert np.any(np.argmax(logits, -1) >= SHORT.vocab_size)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])

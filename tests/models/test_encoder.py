@@ -10,13 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxblock import Decoder, ExecutionConfig
+from jaxblock import Decoder, ExecutionConfig, ModelConfig
 from jaxblock.axes import path_name
 from jaxblock.models.encoder import Encoder
 from jaxblock.models.trunk import Trunk
-from tests.small import CONNECTIONS, built, config, tokens
+from tests import small
+from tests.small import CONNECTIONS, built, tokens
 
-BASE = config(depth=2)
+
+def config(**changes: Any) -> ModelConfig:
+    """Return a small config of few kinds of operations: compiling is what these tests cost."""
+    few = {"depth": 2, "norm": "rms_norm", "bias": False, "feed_forward": "relu"}
+    return small.config(**{**few, **changes})
+
+
+BASE = config()
 VALID = {
     "right": [[True, True, True, True, False, False], [True] * 6],
     "left": [[False, False, True, True, True, True], [True] * 6],
@@ -62,7 +70,7 @@ def influence(model: Any, params: Any) -> np.ndarray:
 
 def test_every_state_depends_on_every_token_and_a_decoders_does_not():
     assert np.all(influence(Encoder(BASE), params_of(BASE)) > 0)
-    untied = config(depth=2, head="untied")
+    untied = config(head="untied")
     above = ~np.tril(np.ones((6, 6), bool))
     assert np.all(influence(Decoder(untied), built(untied)[1])[above] == 0)
 
@@ -70,7 +78,7 @@ def test_every_state_depends_on_every_token_and_a_decoders_does_not():
 @pytest.mark.parametrize(("window", "reach"), [((2,), 2), pytest.param((2, 3), 3, marks=pytest.mark.full)])
 def test_a_window_reaches_as_far_to_the_right_as_to_the_left(window, reach):
     """Two blocks of W tokens reach the sum of W - 1 to each side, the same window for all blocks or one for each."""
-    model_config = config(depth=2, window=window)
+    model_config = config(window=window)
     distance_TT = np.abs(np.arange(6)[:, None] - np.arange(6)[None])
     np.testing.assert_array_equal(
         influence(Encoder(model_config), params_of(model_config)) > 0, distance_TT <= reach
@@ -80,7 +88,7 @@ def test_a_window_reaches_as_far_to_the_right_as_to_the_left(window, reach):
 @pytest.mark.parametrize("positions", ["alibi", "none", "learned"])
 def test_reading_backwards_reverses_the_states_where_nothing_has_a_direction(positions):
     """|i - j| does not change under reversal; a table of positions, the control, does."""
-    model_config = config(depth=2, positions=positions)
+    model_config = config(positions=positions)
     same = np.allclose(run(model_config, tokens()[:, ::-1])[:, ::-1], run(model_config, tokens()), atol=1e-5)
     assert same == (positions != "learned")
 
@@ -97,7 +105,10 @@ def test_alibi_weakens_what_is_far_on_both_sides():
 # Padding -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", VALID)
+SIDES = [pytest.param(side, marks=[] if side == "hole" else pytest.mark.full) for side in VALID]
+
+
+@pytest.mark.parametrize("side", SIDES)
 def test_b04_ids_at_padded_places_change_no_bit(side):
     """Not even an id that is no token, whose embedding would be NaN."""
     valid_BT = np.asarray(VALID[side])
@@ -112,7 +123,7 @@ def test_b04_ids_at_padded_places_change_no_bit(side):
     assert np.isfinite(bare[2][1]).all()
 
 
-@pytest.mark.parametrize("side", VALID)
+@pytest.mark.parametrize("side", SIDES)
 def test_b04_vectors_at_padded_places_change_no_bit(side):
     """The vector that padding is embedded as is 1e4: the mask alone keeps it from what is real."""
     valid_BT, tokens_BT = np.asarray(VALID[side]), jnp.maximum(tokens(), 1)  # id 0 is padding alone
@@ -133,17 +144,22 @@ def test_b04_positions_at_padded_places_change_no_bit():
     valid_BT = jnp.asarray(VALID["right"])
     places_BT = jnp.broadcast_to(jnp.arange(6)[None], (2, 6))
     model, params = Encoder(BASE), {"params": params_of(BASE)}
-    want = run(BASE, tokens(), valid_BT)
-    got = model.apply(params, tokens(), valid_BT=valid_BT, positions_BT=jnp.where(valid_BT, places_BT, -1))
-    np.testing.assert_allclose(np.asarray(got)[np.asarray(valid_BT)], want[np.asarray(valid_BT)], atol=1e-6)
-    bare = model.apply(params, tokens(), positions_BT=jnp.where(valid_BT, places_BT, -1))
-    assert np.isnan(np.asarray(bare)[0]).any()
+
+    @jax.jit
+    def both(places_BT):
+        bare_BTD = model.apply(params, tokens(), positions_BT=places_BT)
+        return model.apply(params, tokens(), valid_BT=valid_BT, positions_BT=places_BT), bare_BTD
+
+    (want, _), (got, bare) = both(places_BT), both(jnp.where(valid_BT, places_BT, -1))
+    np.testing.assert_array_equal(np.asarray(got)[valid_BT], np.asarray(want)[valid_BT])
+    assert np.isnan(np.asarray(bare)[0]).all()
+    assert np.isfinite(np.asarray(bare)[1]).all()
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.1)])
 def test_b110_a_row_alone_and_in_a_padded_batch(dtype, bound):
     """Equal to round-off in float32; in bfloat16 (eps 2^-7, states of size 1) to a tenth, no fault of the mask."""
-    model_config = config(depth=2, dtype=dtype, stream_dtype=dtype)
+    model_config = config(dtype=dtype, stream_dtype=dtype)
     both = run(model_config, tokens(), jnp.asarray(VALID["right"])).astype(np.float32)
     alone = run(model_config, tokens()[:1, :4]).astype(np.float32)
     np.testing.assert_allclose(both[:1, :4], alone, atol=bound)
@@ -151,14 +167,17 @@ def test_b110_a_row_alone_and_in_a_padded_batch(dtype, bound):
     assert np.abs(unmasked[:1, :4] - alone).max() > 3 * bound
 
 
-SOME = {"pre_norm": {}, "attention_residual": {"norm": "rms_norm", "feed_forward": "swiglu", "kv_heads": 1}}
+SOME = {
+    "pre_norm": {"norm": "layer_norm", "bias": True},
+    "attention_residual": {"feed_forward": "swiglu", "kv_heads": 1},
+}
 
 
 @pytest.mark.parametrize(
     "residual", [pytest.param(name, marks=[] if name in SOME else pytest.mark.full) for name in CONNECTIONS]
 )
 def test_b04_every_connection_is_blind_to_padding(residual):
-    model_config = config(depth=2, residual=residual, positions="rope", **SOME.get(residual, {}))
+    model_config = config(residual=residual, positions="rope", **SOME.get(residual, {}))
     valid_BT = np.asarray(VALID["hole"])
     tokens_BT, params = jnp.maximum(tokens(), 1), params_of(model_config)
     loud = {**params, "embedding": {"table": params["embedding"]["table"].at[0].set(1e4)}}
@@ -212,7 +231,7 @@ def objective(model_config, execution):
 )
 def test_every_execution_equals_the_scan(residual, execution):
     rates = {"hidden_dropout": 0.2, "branch_dropout": 0.2}
-    model_config = config(depth=2, residual=residual, **rates)
+    model_config = config(residual=residual, **rates)
     params, key = params_of(model_config), jax.random.key(3, impl="unsafe_rbg")
     (_, want), want_gradients = objective(model_config, ExecutionConfig())(params, key)
     (_, got), gradients = objective(model_config, execution)(params, key)
@@ -252,7 +271,7 @@ class CausalTrunk(Trunk):
 @pytest.mark.parametrize("residual", ["pre_norm", pytest.param("dense_former", marks=pytest.mark.full)])
 def test_a_causal_trunk_with_a_head_is_the_decoder(residual):
     """Logits and intermediates, to the bit: the encoder differs in its mask and in nothing else."""
-    model_config = config(depth=2, residual=residual, positions="rope")
+    model_config = config(residual=residual, positions="rope")
     model, params = built(model_config)
 
     def collect(model):

@@ -1,4 +1,4 @@
-"""Bad steps in whole runs: skipped, rewound or stopped at, counted, logged with their place, the same after a resume."""
+"""Bad steps in whole runs: skipped, rewound or stopped at, counted, logged with their place, kept by a resume."""
 
 import json
 import math

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import os
 import random
 import shutil
@@ -307,6 +308,20 @@ def test_values_other_than_the_saved_ones_are_not_handed_out(tmp_path, run_of_tw
         checkpoints.newest_whole(parts(2))
     assert not isinstance(error.value, CheckpointDamaged)
     assert_same(checkpoints.load(2, {"key": parts(2)["key"]}), {"key": parts(2)["key"]})
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{}", '{"crc32": 1, "content": 2}', "\x00", "digit"])
+def test_a_harmed_manifest_is_damage_and_never_another_model(tmp_path, run_of_two, text):
+    """One digit of a shape changed is still a description of a model, but not the one that was written."""
+    run = shutil.copytree(run_of_two, tmp_path / "run")
+    path = run / "checkpoints" / "2" / "manifest.json"
+    content = json.loads(path.read_text())
+    content["content"]["leaves"]["params/embedding"]["shape"][0] = 9
+    path.write_text(json.dumps(content) if text == "digit" else text)
+    with pytest.raises(CheckpointDamaged, match=r"manifest\.json is not as it was written"):
+        Checkpoints(run / "checkpoints").load(2, parts(2))
+    path.write_bytes((run_of_two / "checkpoints" / "2" / "manifest.json").read_bytes())
+    assert_same(Checkpoints(run / "checkpoints").load(2, parts(2)), parts(2))
 
 
 def test_missing_folders_are_damage(tmp_path, run_of_two):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.small_runs import MODEL, PLAIN, restored, rows, write_text
+from tests.small_runs import MODEL, PLAIN, losses, restored, rows, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 600
@@ -97,6 +97,6 @@ def test_a_run_killed_at_random_moments_ends_with_the_bits_of_the_unbroken_one(t
     if kills > 3:
         assert leftovers, "no kill hit a write: the test does not test what it should"
     assert rows(run) == rows(unbroken)
-    assert [row["step"] for row in rows(run) if "loss" in row] == list(range(1, STEPS + 1))
+    assert list(losses(run)) == list(range(1, STEPS + 1))
     for ours, theirs in zip(*(jax.tree.leaves(restored(x)[3]) for x in (run, unbroken)), strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -283,7 +283,10 @@ def crashes(moment: int, source: Path, out: Path, tokenizer: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("tokenizer", "stride"), [("bytes(end_of_text=True)", 1), (BPE, 7)])
+@pytest.mark.parametrize(
+    ("tokenizer", "stride"),
+    [("bytes(end_of_text=True)", 3), (BPE, 7), pytest.param("bytes", 1, marks=pytest.mark.full)],
+)
 def test_a_crash_at_any_change_of_the_disk_changes_no_byte(tokenizer, stride, tmp_path, monkeypatch):
     write_corpus(tmp_path / "in")
     small_steps(monkeypatch)
@@ -303,7 +306,7 @@ def test_a_crash_at_any_change_of_the_disk_changes_no_byte(tokenizer, stride, tm
 def test_a_continued_job_does_not_start_again(tmp_path, monkeypatch):
     write_corpus(tmp_path / "in")
     small_steps(monkeypatch)
-    assert crashes(60, tmp_path / "in", tmp_path / "out", "bytes")
+    assert crashes(80, tmp_path / "in", tmp_path / "out", "bytes")
     encoded = []
     encode = type(BYTES).encode_batch
     monkeypatch.setattr(type(BYTES), "encode_batch", lambda self, t: encoded.extend(t) or encode(self, t))
@@ -402,8 +405,13 @@ def test_two_jobs_cannot_write_one_folder(tmp_path):
             run(tmp_path / "in", tmp_path / "out")
         words.append(stage)
 
+    late = plan_job(TokenizeSettings(tmp_path / "in", tmp_path / "out"), lambda *args: None)
     made.run(also)
     assert "encode" in words
+    before = snapshot(tmp_path / "out")
+    with pytest.raises(ValueError, match="out is finished"):  # by another, after `late` was planned
+        late.run(lambda *args: None)
+    assert snapshot(tmp_path / "out") == before
 
 
 # --- refusals
@@ -535,6 +543,14 @@ def test_the_command_reports_and_its_folder_trains(tmp_path, capsys):
     assert f"--data.path {tmp_path / 'two'} --model.vocab_size 256" in words
 
 
+def test_lines_now_and_then_say_how_far_it_is(tmp_path, capsys, monkeypatch):
+    write_corpus(tmp_path / "in")
+    small_steps(monkeypatch)
+    monkeypatch.setattr(sys.modules[tokenize.__module__], "_SECONDS_BETWEEN_LINES", 0.0)
+    assert tokenize([str(tmp_path / "in"), "--out", str(tmp_path / "out")])() == 0
+    assert re.search(r"\nencode  [\d,]+ tokens/s  0 MiB  \d+ %  0:00 left\n", capsys.readouterr().err)
+
+
 def test_a_disk_that_is_full_is_one_sentence(tmp_path, capsys, monkeypatch):
     write_corpus(tmp_path / "in")
     act = tokenize([str(tmp_path / "in"), "--out", str(tmp_path / "out")])
@@ -545,4 +561,4 @@ def test_a_disk_that_is_full_is_one_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "write", refuse)
     assert act() == 2
     monkeypatch.undo()
-    assert "out cannot be read: No space left on device" in capsys.readouterr().err
+    assert "out cannot be written: No space left on device" in capsys.readouterr().err

@@ -1,0 +1,226 @@
+"""Continuations: token for token what full forwards draw, however a row is padded, and however long it gets."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxblock import generate, stream
+from jaxblock.functional import SamplingRule, sample
+from jaxblock.models.generation import PIECE
+from tests.small import built, config, tokens
+
+GREEDY, FREE = SamplingRule(temperature=0.0), SamplingRule()
+FEW = {"norm": "rms_norm", "bias": False, "feed_forward": "relu", "head": "untied", "depth": 1}
+LEARNED = config(context=6, vocab_multiple=8, **FEW)
+ROLLING = config(context=6, positions="rope", window=(3,), **FEW)
+LONGEST = 16
+
+
+def key(seed: int = 0) -> jax.Array:
+    """Return a key of XLA's own generator: its draws compile in a tenth of the time threefry's take."""
+    return jax.random.key(seed, impl="unsafe_rbg")
+
+
+@functools.cache
+def model_of(model_config):
+    """Return the model with parameters large enough that tokens, not positions, decide."""
+    model, params = built(model_config)
+    return model, jax.tree.map(lambda x: 3 * x, params)
+
+
+@functools.cache
+def forward(model_config):
+    """Return ids [n] -> the logits after the last of them; one compiled forward, as what follows is not read."""
+    model, params = model_of(model_config)
+    length = LONGEST if model_config.window else model_config.context
+    full = jax.jit(lambda tokens_BT: model.apply({"params": params}, tokens_BT))
+
+    def last(ids: list[int]) -> np.ndarray:
+        row = np.zeros((1, length), np.int32)
+        row[0, : len(ids)] = ids
+        return np.asarray(full(row))[0, len(ids) - 1, : model_config.vocab_size]
+
+    return last
+
+
+def continuation(model_config, prompt: list[int], length: int, *, draw=np.argmax) -> list[int]:
+    """Return what the docstring of `generate` says, one full forward a token."""
+    context, rolls = model_config.context, bool(model_config.window)
+    read, drawn = list(prompt) if rolls else list(prompt)[-context:], []
+    for _ in range(length):
+        token = int(draw(forward(model_config)(read)))
+        drawn.append(token)
+        if not rolls and len(read) == context:
+            kept = max(1, context // 2) - 1  # and the new one
+            read = read[len(read) - kept :]
+        read.append(token)
+    return drawn
+
+
+def continued(model_config, prompt_BT, length, *, rule=GREEDY, seed=0, valid_BT=None) -> np.ndarray:
+    model, params = model_of(model_config)
+    return np.asarray(
+        generate(model, params, prompt_BT, key(seed), length=length, rule=rule, valid_BT=valid_BT)
+    )
+
+
+# What is read ----------------------------------------------------------------------------------------------
+
+
+def test_greedy_generation_is_the_argmax_of_the_full_forward():
+    """Three tokens and three new ones in a context of six: nothing is ever read twice."""
+    prompt_BT = np.asarray(tokens(2, 3, seed=6))
+    got = continued(LEARNED, prompt_BT, 3)
+    assert got.tolist() == [continuation(LEARNED, list(row), 3) for row in prompt_BT]
+    assert len(np.unique(got)) > 2
+
+
+@pytest.mark.parametrize("prompt", [3, pytest.param(9, marks=pytest.mark.full)])
+def test_a_continuation_longer_than_the_context_goes_on_with_half_of_it(prompt):
+    """A row that has read six reads its last three, at positions from 0, and goes on."""
+    prompt_BT = np.asarray(tokens(2, prompt, seed=6))
+    got = continued(LEARNED, prompt_BT, 13)
+    assert got.tolist() == [continuation(LEARNED, list(row), 13) for row in prompt_BT]
+    assert len(np.unique(got)) > 4
+    # The control: a model that never forgets, or forgets all, says something else.
+    others = [LEARNED.context // 2 - 1, LEARNED.context // 2 + 1]
+    for kept in others:
+        assert got.tolist() != [reread(list(row), 13, kept=kept) for row in prompt_BT], kept
+
+
+def reread(prompt: list[int], length: int, *, kept: int) -> list[int]:
+    """Return the continuation with another number of old tokens kept."""
+    read, drawn = prompt[-LEARNED.context :], []
+    for _ in range(length):
+        drawn.append(int(np.argmax(forward(LEARNED)(read))))
+        read = [*(read[len(read) - kept + 1 :] if len(read) == LEARNED.context else read), drawn[-1]]
+    return drawn
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_the_shortest_contexts_go_on_too(context):
+    model_config = config(context=context, positions="rope", **FEW)
+    prompt_BT = np.asarray(tokens(2, 2, seed=6))
+    got = continued(model_config, prompt_BT, 7)
+    assert got.tolist() == [continuation(model_config, list(row), 7) for row in prompt_BT]
+
+
+def test_a_rolling_cache_reads_nothing_twice_however_long_it_gets():
+    """Prompt and continuation are longer than the context and than the window; each token sees its windows."""
+    prompt_BT = np.asarray(tokens(2, 7, seed=6))
+    got = continued(ROLLING, prompt_BT, 9)
+    assert got.tolist() == [continuation(ROLLING, list(row), 9) for row in prompt_BT]
+    assert len(np.unique(got)) > 4
+
+
+@pytest.mark.full
+def test_a_window_with_learned_positions_rolls_until_its_table_ends():
+    model_config = config(context=6, window=(3,), **FEW)
+    prompt_BT = np.asarray(tokens(2, 2, seed=6))
+    got = continued(model_config, prompt_BT, 4)
+    assert got.tolist() == [
+        continuation(config(context=6, **FEW, window=(3,)), list(row), 4) for row in prompt_BT
+    ]
+    assert np.all(continued(model_config, prompt_BT, 20) < 11)
+
+
+PADDED = np.asarray([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 1, 0, 1], [0, 1, 0, 0, 0]], bool)
+
+
+@pytest.mark.parametrize(
+    "model_config", [LEARNED, pytest.param(ROLLING, marks=pytest.mark.full)], ids=["learned", "rolling"]
+)
+def test_each_padded_row_is_continued_as_it_would_be_alone(model_config):
+    """Rows of three real tokens and of one become full at different times."""
+    prompt_BT = np.asarray(tokens(4, 5, seed=6))
+    got = continued(model_config, prompt_BT, 9, valid_BT=PADDED)
+    want = [
+        continuation(model_config, list(row[valid]), 9) for row, valid in zip(prompt_BT, PADDED, strict=True)
+    ]
+    assert got.tolist() == want
+    unmasked = continued(model_config, prompt_BT, 9, valid_BT=np.ones_like(PADDED))
+    assert unmasked[0].tolist() != want[0]
+    assert unmasked[1].tolist() != want[1]
+
+
+# What is drawn ---------------------------------------------------------------------------------------------
+
+
+def test_sampled_tokens_are_those_that_full_forwards_draw_with_the_same_keys():
+    prompt_BT = np.asarray(tokens(1, 3, seed=6))
+    keys = iter(jax.random.split(key(7), 3))
+    draw = jax.jit(lambda logits_V, key: sample(logits_V[None], key, FREE)[0])
+    want = continuation(LEARNED, list(prompt_BT[0]), 3, draw=lambda logits_V: draw(logits_V, next(keys)))
+    assert continued(LEARNED, prompt_BT, 3, rule=FREE, seed=7)[0].tolist() == want
+
+
+def test_generation_under_jit_follows_its_key_and_never_emits_a_padded_id():
+    """The padded columns of the head are made to win, under a rule that does not exclude them."""
+    model, params = model_of(LEARNED)
+    kernel = params["head"]["kernel"]
+    params = {**params, "head": {"kernel": kernel.at[:, 11:].set(10 * kernel[:, :5])}}
+    run = jax.jit(lambda params, key: generate(model, params, tokens(8, 3), key, length=7, rule=FREE))
+    first, again, other = (np.asarray(run(params, key(seed))) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert first.shape == (8, 7)
+    assert first.dtype == np.int32
+    assert first.min() >= 0
+    assert max(first.max(), other.max()) < LEARNED.vocab_size
+    logits_BTV = jax.jit(lambda params: model.apply({"params": params}, tokens(8, 3)))(params)
+    assert np.any(np.argmax(logits_BTV, -1) >= LEARNED.vocab_size)
+
+
+@pytest.mark.parametrize("rule", [GREEDY, FREE], ids=["greedy", "sampled"])
+def test_b72_cached_decoding_never_emits_the_padded_id(rule):
+    """V = 3 padded to 4, the pad's logit forced to 50."""
+    model_config = config(vocab_size=3, vocab_multiple=4, context=6, **{**FEW, "head": "tied"})
+    model, params = built(model_config)
+    shared = jnp.full((model_config.width,), 50.0 / model_config.width)  # final states are all ones
+    table_VD = params["embedding"]["table"].at[3].set(shared)
+    scale = jnp.zeros_like(params["final_norm"]["scale"])
+    params = {**params, "embedding": {"table": table_VD}, "final_norm": {"scale": scale}}
+    rule = rule if rule is GREEDY else SamplingRule(temperature=0.5)
+    prompt_BT = tokens(4, 2, vocab_size=3)
+    got = np.asarray(generate(model, params, prompt_BT, key(), length=8, rule=rule))
+    assert set(np.unique(got)) <= {0, 1, 2}
+
+
+# Streaming -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [2 + PIECE, pytest.param(1, marks=pytest.mark.full)])
+def test_a_stream_is_the_same_tokens_in_pieces(length):
+    model, params = model_of(LEARNED)
+    prompt_BT = tokens(2, 3, seed=6)
+    pieces = list(stream(model, params, prompt_BT, key(3), length=length, rule=FREE))
+    sizes = [piece.shape[1] for piece in pieces]
+    assert sizes == ([1, PIECE, 1] if length > 1 else [1])
+    whole = continued(LEARNED, prompt_BT, length, rule=FREE, seed=3)
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
+
+
+def test_no_tokens_are_no_pieces():
+    model, params = model_of(LEARNED)
+    assert list(stream(model, params, tokens(2, 3), key(), length=0, rule=GREEDY)) == []
+    assert continued(LEARNED, tokens(2, 3), 0).shape == (2, 0)
+
+
+@pytest.mark.parametrize("function", [generate, stream])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"length": -1}, "length is -1; it must be a whole number of at least 0"),
+        ({"valid_BT": np.asarray([[True] * 3, [False] * 3])}, "row 1 of valid_BT has no real token"),
+        ({"valid_BT": np.ones((2, 3), int)}, "valid_BT has dtype int64; masks are boolean"),
+        ({"valid_BT": np.ones((3, 3), bool)}, r"valid_BT has shape \(3, 3\); .* it is \[2 or 1, 3\]"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused_before_anything_runs(function, changes, words):
+    model, params = model_of(LEARNED)
+    with pytest.raises(ValueError, match=words):
+        function(model, params, tokens(2, 3), key(), **{"length": 2, "rule": GREEDY, **changes})
