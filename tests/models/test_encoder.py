@@ -41,23 +41,38 @@ def params_of(model_config) -> Any:
 
 @functools.cache
 def forward(model_config):
-    """Return (params, tokens, valid, segments) -> states, compiled once per config and shapes."""
+    """Return (params, tokens, valid, segments) -> states, one program per config and shape of tokens."""
     model = Encoder(model_config)
-    return jax.jit(
-        lambda params, tokens_BT, valid_BT=None, segments_BT=None: model.apply(
-            {"params": params}, tokens_BT, valid_BT=valid_BT, segments_BT=segments_BT
-        )
-    )
+
+    @jax.jit
+    def apply(params, tokens_BT, valid_BT, segments_BT):
+        return model.apply({"params": params}, tokens_BT, valid_BT=valid_BT, segments_BT=segments_BT)
+
+    def spread(params, tokens_BT, valid_BT=None, segments_BT=None):
+        valid_BT = np.ones(tokens_BT.shape, bool) if valid_BT is None else valid_BT
+        segments_BT = np.zeros(tokens_BT.shape, np.int32) if segments_BT is None else segments_BT
+        return np.asarray(apply(params, tokens_BT, valid_BT, segments_BT))
+
+    return spread
 
 
 def run(model_config, tokens_BT, valid_BT=None, segments_BT=None) -> np.ndarray:
-    return np.asarray(forward(model_config)(params_of(model_config), tokens_BT, valid_BT, segments_BT))
+    return forward(model_config)(params_of(model_config), tokens_BT, valid_BT, segments_BT)
 
 
 # Both sides ----------------------------------------------------------------------------------------------------------
 
 
-def influence(model: Any, params: Any) -> np.ndarray:
+def reaches(model_config) -> np.ndarray:
+    """Return whether replacing token s changes state t, [T, T]: one row of a batch for each s."""
+    rows_TT = jnp.repeat(DISTINCT, 6, axis=0)
+    plain_TTD, replaced_TTD = (
+        run(model_config, jnp.where(jnp.eye(6, dtype=bool), x, rows_TT)) for x in (rows_TT, 2)
+    )
+    return np.any(plain_TTD != replaced_TTD, axis=-1).T
+
+
+def gradient_size(model: Any, params: Any) -> np.ndarray:
     """Return |d output[t] / d embedding of token s|, [T, T]; no token occurs twice."""
 
     def outputs(table_VD):
@@ -69,20 +84,25 @@ def influence(model: Any, params: Any) -> np.ndarray:
 
 
 def test_every_state_depends_on_every_token_and_a_decoders_does_not():
-    assert np.all(influence(Encoder(BASE), params_of(BASE)) > 0)
-    untied = config(head="untied")
+    assert np.all(reaches(BASE))
+    model_config = config(depth=1, head="untied")
+    params = {**params_of(model_config), "head": built(model_config)[1]["head"]}
     above = ~np.tril(np.ones((6, 6), bool))
-    assert np.all(influence(Decoder(untied), built(untied)[1])[above] == 0)
+    assert np.all(gradient_size(Decoder(model_config), params)[above] == 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("residual", CONNECTIONS)
+def test_gradients_flow_to_both_sides(residual):
+    model_config = config(residual=residual)
+    assert np.all(gradient_size(Encoder(model_config), params_of(model_config)) > 0)
 
 
 @pytest.mark.parametrize(("window", "reach"), [((2,), 2), pytest.param((2, 3), 3, marks=pytest.mark.full)])
 def test_a_window_reaches_as_far_to_the_right_as_to_the_left(window, reach):
     """Two blocks of W tokens reach the sum of W - 1 to each side, the same window for all blocks or one for each."""
-    model_config = config(window=window)
     distance_TT = np.abs(np.arange(6)[:, None] - np.arange(6)[None])
-    np.testing.assert_array_equal(
-        influence(Encoder(model_config), params_of(model_config)) > 0, distance_TT <= reach
-    )
+    np.testing.assert_array_equal(reaches(config(window=window)), distance_TT <= reach)
 
 
 @pytest.mark.parametrize("positions", ["alibi", "none", "learned"])
@@ -131,11 +151,11 @@ def test_b04_vectors_at_padded_places_change_no_bit(side):
     table_VD = params["embedding"]["table"]
     loud = {**params, "embedding": {"table": table_VD.at[0].set(1e4 * (1 + jnp.arange(8.0)))}}
     apply = forward(BASE)
-    got, other = (np.asarray(apply(p, tokens_BT, jnp.asarray(valid_BT))) for p in (params, loud))
+    got, other = (np.asarray(apply(p, tokens_BT, valid_BT)) for p in (params, loud))
     np.testing.assert_array_equal(got[valid_BT], other[valid_BT])
     assert not np.allclose(got[~valid_BT], other[~valid_BT], atol=1e-3)
     padded_BT = jnp.where(valid_BT, tokens_BT, 0)
-    got, other = (np.asarray(apply(p, padded_BT, None)) for p in (params, loud))
+    got, other = (np.asarray(apply(p, padded_BT)) for p in (params, loud))
     assert not np.allclose(got[valid_BT], other[valid_BT], atol=1e-3)
 
 
@@ -221,8 +241,9 @@ def objective(model_config, execution):
 @pytest.mark.parametrize(
     ("residual", "execution"),
     [
-        ("pre_norm", ExecutionConfig(scan_unroll=2)),
-        ("pre_norm", ExecutionConfig(remat="full")),
+        ("pre_norm", ExecutionConfig(scan_unroll=2, remat="full")),
+        pytest.param("pre_norm", ExecutionConfig(scan_unroll=2), marks=pytest.mark.full),
+        pytest.param("pre_norm", ExecutionConfig(remat="full"), marks=pytest.mark.full),
         pytest.param("pre_norm", ExecutionConfig(remat="dots"), marks=pytest.mark.full),
         pytest.param("pre_norm", ExecutionConfig(attention="blocked"), marks=pytest.mark.full),
         pytest.param("attention_residual", ExecutionConfig(scan_unroll=2), marks=pytest.mark.full),

@@ -7,16 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxblock import generate, stream
+from jaxblock import generate, init_cache, prefill, stream
 from jaxblock.functional import SamplingRule, sample
 from jaxblock.models.generation import PIECE
 from tests.small import built, config, tokens
 
 GREEDY, FREE = SamplingRule(temperature=0.0), SamplingRule()
-FEW = {"norm": "rms_norm", "bias": False, "feed_forward": "relu", "head": "untied", "depth": 1}
+V = 29
+FEW = {
+    "norm": "rms_norm",
+    "bias": False,
+    "feed_forward": "relu",
+    "head": "untied",
+    "depth": 1,
+    "vocab_size": V,
+}
 LEARNED = config(context=6, vocab_multiple=8, **FEW)
 ROLLING = config(context=6, positions="rope", window=(3,), **FEW)
 LONGEST = 16
+PROMPT_BT = np.asarray(tokens(2, 3, seed=6))
 
 
 def key(seed: int = 0) -> jax.Array:
@@ -71,11 +80,10 @@ def continued(model_config, prompt_BT, length, *, rule=GREEDY, seed=0, valid_BT=
 
 
 def test_greedy_generation_is_the_argmax_of_the_full_forward():
-    """Three tokens and three new ones in a context of six: nothing is ever read twice."""
-    prompt_BT = np.asarray(tokens(2, 3, seed=6))
-    got = continued(LEARNED, prompt_BT, 3)
-    assert got.tolist() == [continuation(LEARNED, list(row), 3) for row in prompt_BT]
-    assert len(np.unique(got)) > 2
+    """Three tokens and four new ones, of which three are read, in a context of six: nothing is read twice."""
+    got = continued(LEARNED, PROMPT_BT, 4)
+    assert got.tolist() == [continuation(LEARNED, list(row), 4) for row in PROMPT_BT]
+    assert len(np.unique(got)) > 3
 
 
 @pytest.mark.parametrize("prompt", [3, pytest.param(9, marks=pytest.mark.full)])
@@ -85,9 +93,8 @@ def test_a_continuation_longer_than_the_context_goes_on_with_half_of_it(prompt):
     got = continued(LEARNED, prompt_BT, 13)
     assert got.tolist() == [continuation(LEARNED, list(row), 13) for row in prompt_BT]
     assert len(np.unique(got)) > 4
-    # The control: a model that never forgets, or forgets all, says something else.
-    others = [LEARNED.context // 2 - 1, LEARNED.context // 2 + 1]
-    for kept in others:
+    # The control: with one token less or more kept, it says something else.
+    for kept in (2, 4):
         assert got.tolist() != [reread(list(row), 13, kept=kept) for row in prompt_BT], kept
 
 
@@ -125,7 +132,7 @@ def test_a_window_with_learned_positions_rolls_until_its_table_ends():
     assert got.tolist() == [
         continuation(config(context=6, **FEW, window=(3,)), list(row), 4) for row in prompt_BT
     ]
-    assert np.all(continued(model_config, prompt_BT, 20) < 11)
+    assert np.all(continued(model_config, prompt_BT, 20) < V)
 
 
 PADDED = np.asarray([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 1, 0, 1], [0, 1, 0, 0, 0]], bool)
@@ -151,18 +158,25 @@ def test_each_padded_row_is_continued_as_it_would_be_alone(model_config):
 
 
 def test_sampled_tokens_are_those_that_full_forwards_draw_with_the_same_keys():
-    prompt_BT = np.asarray(tokens(1, 3, seed=6))
-    keys = iter(jax.random.split(key(7), 3))
-    draw = jax.jit(lambda logits_V, key: sample(logits_V[None], key, FREE)[0])
-    want = continuation(LEARNED, list(prompt_BT[0]), 3, draw=lambda logits_V: draw(logits_V, next(keys)))
-    assert continued(LEARNED, prompt_BT, 3, rule=FREE, seed=7)[0].tolist() == want
+    """Both rows draw with one key a token, and are read half anew when they are full."""
+    length, read = 2 + PIECE, [list(row) for row in PROMPT_BT]
+    want: list[list[int]] = [[], []]
+    draw = jax.jit(lambda logits_BV, key: sample(logits_BV, key, FREE))
+    for key_of_token in jax.random.split(key(3), length):
+        logits_BV = np.stack([forward(LEARNED)(ids) for ids in read])
+        for b, token in enumerate(np.asarray(draw(logits_BV, key_of_token)).tolist()):
+            want[b].append(token)
+            read[b] = [*(read[b][-2:] if len(read[b]) == 6 else read[b]), token]
+    assert continued(LEARNED, PROMPT_BT, length, rule=FREE, seed=3).tolist() == want
+    assert continued(LEARNED, PROMPT_BT, length, rule=FREE, seed=4).tolist() != want
 
 
+@pytest.mark.full
 def test_generation_under_jit_follows_its_key_and_never_emits_a_padded_id():
     """The padded columns of the head are made to win, under a rule that does not exclude them."""
     model, params = model_of(LEARNED)
     kernel = params["head"]["kernel"]
-    params = {**params, "head": {"kernel": kernel.at[:, 11:].set(10 * kernel[:, :5])}}
+    params = {**params, "head": {"kernel": kernel.at[:, V:].set(10 * kernel[:, :3])}}
     run = jax.jit(lambda params, key: generate(model, params, tokens(8, 3), key, length=7, rule=FREE))
     first, again, other = (np.asarray(run(params, key(seed))) for seed in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
@@ -175,19 +189,24 @@ def test_generation_under_jit_follows_its_key_and_never_emits_a_padded_id():
     assert np.any(np.argmax(logits_BTV, -1) >= LEARNED.vocab_size)
 
 
-@pytest.mark.parametrize("rule", [GREEDY, FREE], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rule", [GREEDY, SamplingRule(temperature=0.5)], ids=["greedy", "sampled"])
 def test_b72_cached_decoding_never_emits_the_padded_id(rule):
-    """V = 3 padded to 4, the pad's logit forced to 50."""
-    model_config = config(vocab_size=3, vocab_multiple=4, context=6, **{**FEW, "head": "tied"})
+    """V = 3 padded to 4, the pad's logit forced to 50: the last state is the final norm's bias, all ones."""
+    model_config = config(
+        **{**FEW, "vocab_size": 3, "vocab_multiple": 4, "head": "tied", "norm": "layer_norm", "bias": True}
+    )
     model, params = built(model_config)
-    shared = jnp.full((model_config.width,), 50.0 / model_config.width)  # final states are all ones
-    table_VD = params["embedding"]["table"].at[3].set(shared)
-    scale = jnp.zeros_like(params["final_norm"]["scale"])
-    params = {**params, "embedding": {"table": table_VD}, "final_norm": {"scale": scale}}
-    rule = rule if rule is GREEDY else SamplingRule(temperature=0.5)
+    norm, table_VD = params["final_norm"], params["embedding"]["table"]
+    norm = {"scale": jnp.zeros_like(norm["scale"]), "bias": jnp.ones_like(norm["bias"])}
+    table_VD = table_VD.at[3].set(50.0 / model_config.width)
+    params = {**params, "embedding": {"table": table_VD}, "final_norm": norm}
     prompt_BT = tokens(4, 2, vocab_size=3)
-    got = np.asarray(generate(model, params, prompt_BT, key(), length=8, rule=rule))
+    got = np.asarray(generate(model, params, prompt_BT, key(), length=6, rule=rule))
     assert set(np.unique(got)) <= {0, 1, 2}
+    if rule is GREEDY:
+        last_BV, _ = prefill(model, params, prompt_BT, init_cache(model_config, 4))
+        np.testing.assert_allclose(last_BV[:, 3], 50.0, rtol=1e-6)
+        assert np.all(np.argmax(last_BV, -1) == 3)
 
 
 # Streaming -------------------------------------------------------------------------------------------------
@@ -196,11 +215,10 @@ def test_b72_cached_decoding_never_emits_the_padded_id(rule):
 @pytest.mark.parametrize("length", [2 + PIECE, pytest.param(1, marks=pytest.mark.full)])
 def test_a_stream_is_the_same_tokens_in_pieces(length):
     model, params = model_of(LEARNED)
-    prompt_BT = tokens(2, 3, seed=6)
-    pieces = list(stream(model, params, prompt_BT, key(3), length=length, rule=FREE))
+    pieces = list(stream(model, params, PROMPT_BT, key(3), length=length, rule=FREE))
     sizes = [piece.shape[1] for piece in pieces]
     assert sizes == ([1, PIECE, 1] if length > 1 else [1])
-    whole = continued(LEARNED, prompt_BT, length, rule=FREE, seed=3)
+    whole = continued(LEARNED, PROMPT_BT, length, rule=FREE, seed=3)
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
 
 

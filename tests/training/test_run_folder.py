@@ -1,19 +1,14 @@
 """A run's folder: made in one move, held by one process, resumed only with the config and the data it started on."""
 
-import dataclasses
 import json
 import subprocess
 import sys
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jaxblock.training.checkpoint import Checkpoints
-from jaxblock.training.config import RunConfig, TrainConfig
+from jaxblock.training.config import GuardConfig, RunConfig, TrainConfig, WatchConfig
 from jaxblock.training.config_file import write_config
-from jaxblock.training.corpus import load_corpus
-from jaxblock.training.run_folder import RunError, RunFolder
+from jaxblock.training.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -21,18 +16,14 @@ def made():
     return TrainConfig(run=RunConfig(steps=5))
 
 
-@pytest.fixture
-def corpus(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_bytes(b"to be or not to be " * 40)
-    return load_corpus(text, vocab_size=256, context=4)
+FACTS = {"corpus": "words", "corpus_fingerprint": "a" * 16, "bytes_per_token": 1.0, "tokenizer": None}
 
 
 @pytest.fixture
-def folder(tmp_path, made, corpus):
+def folder(tmp_path, made):
     run = RunFolder(tmp_path / "run")
     run.create(made)
-    run.start_metrics(made, corpus, after=0)
+    run.start_metrics(made, FACTS, after=0, skipped=0)
     return run
 
 
@@ -57,9 +48,58 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, made):
         RunFolder(tmp_path / "file" / "run").create(made)
 
 
-def test_an_equal_config_and_the_same_data_resume(folder, made, corpus):
-    folder.check_resumable(made)
-    folder.check_corpus(corpus)
+def test_an_equal_config_and_the_same_data_resume(folder, made):
+    assert folder.check_resumable(made) == []
+    folder.check_data(FACTS)
+
+
+def test_what_decides_no_number_may_change_and_is_written_down(folder, made):
+    other = made.model_copy(
+        update={
+            "run": RunConfig(steps=5, log_every=1),
+            "guard": GuardConfig(non_finite="skip", limit=3),
+            "watch": WatchConfig(figure_seconds=1.0),
+        }
+    )
+    changed = [
+        "run.log_every: 1, 20",
+        "guard.non_finite: 'skip', 'stop'",
+        "guard.limit: 3, 10",
+        "watch.figure_seconds: 1.0, 60.0",
+    ]
+    assert folder.check_resumable(other) == changed
+    folder.start_metrics(other, FACTS, after=0, skipped=0)
+    assert folder.read_config() == other
+    assert folder.read_metrics()[-1] == {"step": 0, "event": "config", "changed": changed}
+    assert folder.check_resumable(other) == []
+    with pytest.raises(ValueError, match=r"guard\.window: 64, 128"):
+        folder.check_resumable(made.model_copy(update={"guard": GuardConfig(window=64)}))
+
+
+def test_a_resume_keeps_what_happened_before_its_checkpoint(folder, made):
+    def bad(step: int, skipped: int) -> dict:
+        return {"step": step, "event": "non_finite", "action": "skip", "skipped": skipped}
+
+    steps = [{"step": number, "loss": 1.0} for number in range(1, 6)]
+    stop = {"step": 6, "event": "spike", "action": "stop"}
+    folder.append_metrics([*steps[:2], bad(3, 1), *steps[2:], bad(6, 2), stop])
+    folder.start_metrics(made, FACTS, after=4, skipped=1)
+    assert folder.read_metrics()[1:] == [*steps[:2], bad(3, 1), *steps[2:4]]
+    # A rewind's row stands behind the step it came back to: what counts is how many batches were passed over.
+    folder.append_metrics([bad(9, 4)])
+    folder.start_metrics(made, FACTS, after=4, skipped=4)
+    assert folder.read_metrics()[-1] == bad(9, 4)
+    folder.start_metrics(made, FACTS, after=4, skipped=3)
+    assert folder.read_metrics()[-1] == steps[3]
+
+
+def test_abandoned_steps_are_moved_and_nothing_is_lost(folder):
+    rows = [{"step": number, "loss": 1.0} for number in range(1, 6)]
+    event = {"step": 6, "event": "spike", "action": "rewind", "skipped": 4}
+    folder.append_metrics([*rows, event])
+    folder.abandon_metrics(after=2)
+    assert folder.read_metrics()[1:] == [*rows[:2], event]
+    assert [json.loads(line) for line in folder.abandoned.read_text().splitlines()] == rows[2:]
 
 
 def test_another_config_is_refused_with_the_field(folder, made):
@@ -75,10 +115,9 @@ def test_an_edited_config_file_is_refused(folder):
         folder.check_resumable(edited)
 
 
-def test_other_data_are_refused(folder, corpus):
-    other = dataclasses.replace(corpus, fingerprint="0" * 16)
-    with pytest.raises(ValueError, match=f"fingerprint {corpus.fingerprint}.*{'0' * 16}"):
-        folder.check_corpus(other)
+def test_other_data_are_refused(folder):
+    with pytest.raises(ValueError, match=f"fingerprint {'a' * 16}.*{'0' * 16}"):
+        folder.check_data({**FACTS, "corpus_fingerprint": "0" * 16})
 
 
 def test_a_done_run_is_not_resumed_and_a_damaged_summary_is_named(folder, made):
@@ -115,15 +154,3 @@ def test_one_process_at_a_time_holds_a_run(folder):
     with folder.locked():
         assert "in use by another process" in second()
     assert second() == "held\n"
-
-
-def test_a_damaged_checkpoint_is_one_sentence_that_names_it(tmp_path):
-    state = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32)}
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(3, state)
-        np.testing.assert_array_equal(checkpoints.restore(3, state)["kernel"], state["kernel"])
-        for file in (tmp_path / "checkpoints" / "3").rglob("*"):
-            if file.is_file() and file.stat().st_size > 200:
-                file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-        with pytest.raises(RunError, match=r"checkpoint 3 .* cannot be read .*damaged"):
-            checkpoints.restore(3, state)
