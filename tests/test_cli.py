@@ -81,7 +81,7 @@ SENTENCES: dict[str, tuple[list[str], str]] = {
     "negative depth": (["--model.depth=-2"], r"model.depth is -2; it must be .* at least 1"),
     "negative batch": (["--data.batch", "-1"], r"data.batch is -1; it must be .* at least 1"),
     "width and heads": (["--model.width", "130"], r"width is 130 and model.heads is 4; heads must divide width"),
-    "kv_heads": (["--model.kv_heads", "3"], r"heads is 4 and model.kv_heads is 3; kv_heads must divide heads"),
+    "b23 kv_heads": (["--model.kv_heads", "3"], r"heads is 4 and model.kv_heads is 3; kv_heads must divide heads"),
     "unknown residual": (["--model.residual", "prenorm"], r"residual is 'prenorm'; .*branch_norm.*'pre_norm'\?\)"),
     "unknown option": (["--model.residual", "pre_norm(scale=2)"], r"'pre_norm' has no option 'scale'; its options: "),
     "code as residual": (["--model.residual", "__import__('os')"], r"model.residual is .* literal options"),

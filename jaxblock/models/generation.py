@@ -1,7 +1,7 @@
 """Continue prompts: read them into a cache, then draw and read one token at a time.
 
-`generate` is one compiled loop, `stream` the same steps a few at a time. What a token sees is everything its row has
-read so far, as far as the cache holds it; how a full one goes on is written at `generate`.
+The loop of `generate` is one compiled program, and `stream` runs the same steps a few at a time. A token sees all
+that its row has read so far, as far as the cache holds it; how a full one goes on is written at `generate`.
 """
 
 import functools
@@ -105,7 +105,13 @@ def generate(
         that can be known). AssertionError: rank and dtype of the prompt.
     """
     full_BT = _check_prompt(prompt_BT, valid_BT, length)
-    return _generate(model, params, prompt_BT, full_BT, key, length=length, rule=rule)
+    if length == 0:
+        return jnp.zeros((prompt_BT.shape[0], 0), jnp.int32)
+    keys = jax.random.split(key, length)
+    state, first_B = _start(model, params, prompt_BT, full_BT, keys[0], rule=rule)
+    limit = _limit_met(model, prompt_BT.shape[1] + length - 1)
+    _, rest_BT = _advance(model, params, state, keys[1:], rule=rule, limit=limit)
+    return jnp.concatenate([first_B[:, None], rest_BT], axis=1)
 
 
 def stream(
@@ -133,26 +139,6 @@ class _State(NamedTuple):
     cache: Cache
     recent_BR: Array
     """The last tokens of each row, newest last: the newest is drawn and not read yet."""
-
-
-@functools.partial(jax.jit, static_argnames=("model", "length", "rule"))
-def _generate(
-    model: Decoder,
-    params: Params,
-    prompt_BT: Array,
-    valid_BT: Array,
-    key: Array,
-    *,
-    length: int,
-    rule: SamplingRule,
-) -> Array:
-    if length == 0:
-        return jnp.zeros((prompt_BT.shape[0], 0), jnp.int32)
-    keys = jax.random.split(key, length)
-    state, first_B = _start(model, params, prompt_BT, valid_BT, keys[0], rule=rule)
-    limit = _limit_met(model, prompt_BT.shape[1] + length - 1)
-    _, rest_BT = _advance(model, params, state, keys[1:], rule=rule, limit=limit)
-    return jnp.concatenate([first_B[:, None], rest_BT], axis=1)
 
 
 def _stream(

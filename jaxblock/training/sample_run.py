@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxblock.contracts import check_integer
 from jaxblock.models.decoder import Decoder
 from jaxblock.training.config_file import build_config
+from jaxblock.training.evaluate_run import tokenizer_of
 from jaxblock.training.run_folder import RunFolder
-from jaxblock.training.sampling import IDS, TokenText, prompt_ids, separator, spell, stream_prompt
-from jaxblock.training.tokenizers import BYTES
+from jaxblock.training.sampling import IDS, prompt_ids, separator, spell, stream_prompt
 from jaxblock.training.weights import load_weights
 
 
@@ -35,17 +35,18 @@ def sample_run(path: Path, given: Mapping[str, Any], *, seed: int) -> Continuati
       seed: another seed, another continuation.
 
     Raises:
-      ValueError: no run, no language model, no checkpoint, no prompt, or a prompt the model's vocabulary cannot hold.
+      ValueError: no run, no language model, no checkpoint, no prompt, a prompt the model's vocabulary cannot hold, or
+        a tokenizer that cannot be read here.
     """
     check_integer("seed", seed, least=0, most=2**32 - 1)
     folder = RunFolder.open(path)
     run = folder.read_config()
     config = build_config(run.as_dict(), {f"sample.{name}": value for name, value in given.items()}).sample
-    text = run_text(folder)
     if run.run.task_choice.name != "language_model":
         raise ValueError(
             f"the run in {str(path)!r} is a {run.run.task}; only a language_model continues prompts"
         )
+    text = tokenizer_of(folder) or IDS
     if config.prompt is None:
         raise ValueError(f"the run in {str(path)!r} has no prompt of its own; pass --prompt TEXT")
     prompt_1T = prompt_ids(config.prompt, text, vocab_size=run.model.vocab_size)
@@ -54,8 +55,3 @@ def sample_run(path: Path, given: Mapping[str, Any], *, seed: int) -> Continuati
     params = load_weights(path, like, which="average" if run.optimizer.average else "last").params
     pieces = stream_prompt(model, params, prompt_1T, config, key=jax.random.key(seed))
     return Continuation(config.prompt, separator(text), spell(pieces, text))
-
-
-def run_text(folder: RunFolder) -> TokenText:
-    """Return how the run's tokens read: as bytes of text, or, where their tokenizer is not known, as ids."""
-    return BYTES if folder.reads_bytes() else IDS

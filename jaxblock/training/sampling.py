@@ -10,7 +10,6 @@ from jaxblock.functional.sampling import SamplingRule
 from jaxblock.models.decoder import Decoder
 from jaxblock.models.generation import generate, stream
 from jaxblock.training.config import SampleConfig
-from jaxblock.training.tokenizers import BYTES
 from jaxblock.types import Array, Params
 
 _UNSETTLED = "\ufffd"
@@ -114,13 +113,3 @@ def _drawing(model: Decoder, config: SampleConfig) -> dict[str, Any]:
         vocab_size=model.config.vocab_size,
     )
     return {"length": config.length, "rule": rule}
-
-
-def encode_prompt(prompt: str, *, as_bytes: bool, vocab_size: int) -> np.ndarray:
-    """Return `prompt_ids` of bytes or of ids."""
-    return prompt_ids(prompt, BYTES if as_bytes else IDS, vocab_size=vocab_size)
-
-
-def decode(tokens: np.ndarray, *, as_bytes: bool) -> str:
-    """Return tokens as text: bytes as UTF-8 with a mark for what is not, or ids separated by spaces."""
-    return (BYTES if as_bytes else IDS).decode(tokens)

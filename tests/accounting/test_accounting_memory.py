@@ -65,7 +65,7 @@ LLAMA = {"feed_forward": "swiglu", "kv_heads": 1, "positions": "rope", "bias": F
 @pytest.mark.parametrize(
     ("changes", "remat"), [*(({}, remat) for remat in REMAT_POLICIES), (LLAMA, "none"), (LLAMA, "dots")]
 )
-def test_compiled_memory_grows_by_what_is_kept_at_three_depths(changes, remat):
+def test_b102_compiled_memory_grows_by_what_is_kept_at_three_depths(changes, remat):
     """In float32: where a CPU computes in bfloat16, XLA keeps float32 arrays."""
     expected = kept(sized(**changes), remat).per_block
     for first, last in ((4, 8), (8, 16)):

@@ -44,7 +44,7 @@ def model_of(model_config):
 def forward(model_config):
     """Return ids [n] -> the logits after the last of them; one compiled forward, as what follows is not read."""
     model, params = model_of(model_config)
-    length = LONGEST if model_config.window else model_config.context
+    length = LONGEST if model_config is ROLLING else model_config.context
     full = jax.jit(lambda tokens_BT: model.apply({"params": params}, tokens_BT))
 
     def last(ids: list[int]) -> np.ndarray:
@@ -57,7 +57,7 @@ def forward(model_config):
 
 def continuation(model_config, prompt: list[int], length: int, *, draw=np.argmax) -> list[int]:
     """Return what the docstring of `generate` says, one full forward a token."""
-    context, rolls = model_config.context, bool(model_config.window)
+    context, rolls = model_config.context, model_config is ROLLING
     read, drawn = list(prompt) if rolls else list(prompt)[-context:], []
     for _ in range(length):
         token = int(draw(forward(model_config)(read)))
@@ -127,12 +127,8 @@ def test_a_rolling_cache_reads_nothing_twice_however_long_it_gets():
 @pytest.mark.full
 def test_a_window_with_learned_positions_rolls_until_its_table_ends():
     model_config = config(context=6, window=(3,), **FEW)
-    prompt_BT = np.asarray(tokens(2, 2, seed=6))
-    got = continued(model_config, prompt_BT, 4)
-    assert got.tolist() == [
-        continuation(config(context=6, **FEW, window=(3,)), list(row), 4) for row in prompt_BT
-    ]
-    assert np.all(continued(model_config, prompt_BT, 20) < V)
+    got = continued(model_config, PROMPT_BT, 13)
+    assert got.tolist() == [continuation(model_config, list(row), 13) for row in PROMPT_BT]
 
 
 PADDED = np.asarray([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 1, 0, 1], [0, 1, 0, 0, 0]], bool)
@@ -150,8 +146,9 @@ def test_each_padded_row_is_continued_as_it_would_be_alone(model_config):
     ]
     assert got.tolist() == want
     unmasked = continued(model_config, prompt_BT, 9, valid_BT=np.ones_like(PADDED))
-    assert unmasked[0].tolist() != want[0]
     assert unmasked[1].tolist() != want[1]
+    # A window of three hides what stands before three tokens.
+    assert (unmasked[0].tolist() != want[0]) == (model_config is LEARNED)
 
 
 # What is drawn ---------------------------------------------------------------------------------------------

@@ -251,7 +251,7 @@ WRONG = {
         "reduces_to",
         "at its start is not pre_norm",
     ),
-    "hides_a_dead_parameter": (
+    "b47_hides_a_dead_parameter": (
         of(type("Dead", (Scaled,), {"__call__": nn.compact(lambda self, x, f: dead(self, x, f))})),
         "every_leaf_learns",
         "connection/dead of block 0 gets no gradient, and `no_gradient` does not list it",

@@ -97,7 +97,7 @@ def test_a_file_is_scored_token_by_token(run, capsys, tmp_path):
         (["--stride", "17"], "stride is 17; it must be"),
         (["--stride", "x"], "stride is 'x'; it must be a whole number"),
         (["--file", "nowhere.txt"], "nowhere.txt cannot be read"),
-        (["--weights", "best"], "weights is 'best'; it must be one of last, average"),
+        (["--weights", "best"], "weights is 'best'; it must be one of average, last"),
         (["--fiel", "x"], "unknown flag 'fiel' (did you mean 'file'?)"),
     ],
 )

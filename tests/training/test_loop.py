@@ -123,6 +123,28 @@ def test_the_validation_loss_is_that_of_the_checkpoint_over_every_target_once(un
         assert abs(np.mean(part) / np.mean(within) - 1) > 1e-5
 
 
+def test_b94_the_last_step_is_saved_and_intervals_are_kept(unbroken, text, tmp_path):
+    run = tmp_path / "run"
+    assert train(text, run, "--run.steps", "7", "--run.checkpoint_every", "5") == 0
+    assert sorted(int(path.name) for path in (run / "checkpoints").iterdir()) == [5, 7]
+    assert sorted(int(path.name) for path in (unbroken / "checkpoints").iterdir()) == [4, 6]
+
+
+def test_b95_five_and_five_steps_are_ten_rows(text, tmp_path, monkeypatch):
+    flags = ["--run.steps", "10", "--run.evaluate_every", "10", "--run.checkpoint_every", "10"]
+    straight, halved = tmp_path / "straight", tmp_path / "halved"
+    assert train(text, straight, *flags) == 0
+    with monkeypatch.context() as patch:
+        at_step(patch, 4, signalled(signal.SIGTERM))
+        assert train(text, halved, *flags) == 143
+    assert summary(halved)["steps"] == 5
+    assert resume(halved) == 0
+    assert list(losses(halved)) == list(range(1, 11))
+    assert rows(halved) == rows(straight)  # step, learning rate, loss, to the bit
+    rates = [row["learning_rate"] for row in rows(straight) if "learning_rate" in row]
+    assert len(set(rates)) == 10
+
+
 def test_a_done_run_is_not_resumed(unbroken, capsys):
     assert resume(unbroken) == 2
     assert "is done; there is nothing to resume" in capsys.readouterr().err

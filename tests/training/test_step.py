@@ -208,7 +208,7 @@ def lowered_size(depth: int, unroll: int = 1) -> int:
     return len(jax.jit(make_step(model, run)).lower(state, batch(), KEY).as_text())
 
 
-def test_the_lowered_step_does_not_grow_with_depth():
+def test_b101_the_lowered_step_does_not_grow_with_depth():
     shallow = lowered_size(4)
     assert abs(lowered_size(48) / shallow - 1) < 0.05
     assert lowered_size(4, unroll=4) > 1.15 * shallow  # the measure sees a program that does

@@ -57,7 +57,7 @@ class DataConfig(Section):
         check_integer("data.accumulation", self.accumulation, least=1)
         if self.batch % self.accumulation:
             raise ValueError(
-                f"data.batch is {self.batch} and data.accumulation is {self.accumulation}; it must divide batch"
+                f"data.accumulation is {self.accumulation} and data.batch is {self.batch}; it must divide the batch"
             )
         if self.separator is not None:
             check_integer("data.separator", self.separator, least=0)
