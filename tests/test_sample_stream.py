@@ -1,7 +1,8 @@
-"""Text as it comes: pieces join to the whole text, a character is never cut, and `jaxblock sample` prints both forms."""
+"""Text as it comes: pieces join to the whole text, no character is cut, and `jaxblock sample` prints both forms."""
 
 import functools
 import io
+import itertools
 import json
 
 import jax
@@ -146,7 +147,7 @@ def test_the_command_prints_text_as_it_comes_or_one_line_of_json(
     shown = terminal.shown
     assert shown[0] == begin  # before the first token
     assert len(set(shown)) >= 4  # and then piece by piece
-    assert all(later.startswith(earlier) for earlier, later in zip(shown, shown[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(shown))
     lines = printed("--json").getvalue().splitlines()
     assert [json.loads(line) for line in lines] == [{"prompt": prompt, "text": text}]
     assert printed("--seed", str(SEED + 1)).getvalue() != begin + text + "\n"

@@ -63,9 +63,8 @@ class Trunk(nn.Module):
             positions_BT = segment_positions(length, segments_BT)
         elif valid_BT is not None:
             positions_BT = jnp.where(valid_BT, positions_BT, jnp.zeros_like(positions_BT))
-        if (
-            valid_BT is not None
-        ):  # an id or position out of its table is NaN, and hidden values meet weights of 0
+        # What lies out of its table is NaN, and a hidden NaN still meets a weight of 0 in attention.
+        if valid_BT is not None:
             tokens_BT = jnp.where(valid_BT, tokens_BT, jnp.zeros_like(tokens_BT))
         x_BTD, embedding = self._embed(tokens_BT, positions_BT)
         x_BTD, _ = self._stack(x_BTD, AttentionInputs(pattern, self._angles(positions_BT)))

@@ -14,6 +14,7 @@ from jaxblock.training.function_corpus import load_functions
 from jaxblock.training.labelled import (
     LabelledBatch,
     LabelledBatches,
+    LabelledCorpus,
     LabelledExamples,
     LabelledValidation,
     load_labelled,
@@ -23,6 +24,8 @@ from jaxblock.training.task import Baseline, Score, Task
 from jaxblock.types import Array, Params
 
 BYTE_VALUES = 256
+SHOWN = 4
+"""Held-out texts in sample.txt."""
 PLAIN = LossOptions()
 """Neither smoothing nor z-loss; every column of the logits is a class."""
 
@@ -42,19 +45,13 @@ def classifier_task(config: TrainConfig) -> Task:
     Raises:
       ValueError: the data do not fit the config.
     """
-    context, vocab_size, path = config.model.context, config.model.vocab_size, config.data.path
-    if vocab_size < BYTE_VALUES:
-        raise ValueError(f"model.vocab_size is {vocab_size}; it must be at least {BYTE_VALUES} for bytes")
-    if config.data.seams != "joined":
-        raise ValueError(
-            f"data.seams is {config.data.seams!r}; a classifier's rows have no seams, leave it out"
-        )
-    corpus = load_functions(context=context) if path is None else load_labelled(Path(path), context=context)
+    corpus = _load(config)
     pooling = config.run.task_choice.options["pooling"]
     model = Classifier(config.model, config.execution, classes=len(corpus.names), pooling=pooling)
     options = LossOptions(z_loss=config.loss.z_loss, label_smoothing=config.loss.label_smoothing)
     majority = majority_baseline(corpus.train, corpus.validation)
-    shape = {"context": context, "batch": config.data.batch}
+    shown = _shown(corpus.validation, config)
+    shape = {"context": config.model.context, "batch": config.data.batch}
 
     def forward(params: Params, batch: LabelledBatch, key: Array | None) -> tuple[Array, dict[str, Any]]:
         logits_BC, collected = _apply(model, params, batch, key, mutable=["intermediates"])
@@ -78,7 +75,7 @@ def classifier_task(config: TrainConfig) -> Task:
         files={},
         words=(corpus.source, *corpus.notes),
         baseline=lambda: Baseline(majority.loss, f"class frequencies (accuracy {majority.accuracy:.3f})"),
-        finish=lambda params, key: _describe(model, params, _shown(corpus.validation, config)),
+        finish=lambda params, key: _describe(model, params, shown, known=config.sample.prompt is None),
         forward=forward,
     )
 
@@ -125,6 +122,18 @@ def majority_baseline(train: LabelledExamples, validation: LabelledExamples) -> 
     )
 
 
+def _load(config: TrainConfig) -> LabelledCorpus:
+    context, vocab_size, data = config.model.context, config.model.vocab_size, config.data
+    if vocab_size < BYTE_VALUES:
+        raise ValueError(f"model.vocab_size is {vocab_size}; it must be at least {BYTE_VALUES} for bytes")
+    for name, value, default in (("seams", data.seams, "joined"), ("separator", data.separator, None)):
+        if value != default:
+            raise ValueError(f"data.{name} is {value!r}; a classifier's rows are one text each, leave it out")
+    if data.path is None:
+        return load_functions(context=context)
+    return load_labelled(Path(data.path), context=context)
+
+
 def _apply(
     model: Classifier, params: Params, batch: LabelledBatch, key: Array | None, *, mutable: Any = ()
 ) -> tuple[Array, Any]:
@@ -141,21 +150,22 @@ def _row_loss(logits_BC: Array, batch: LabelledBatch, options: LossOptions) -> C
 
 
 def _shown(validation: LabelledExamples, config: TrainConfig) -> LabelledExamples:
-    """Return what sample.txt shows: the config's prompt, without a label of its own, or the first held-out texts."""
+    """Return what sample.txt shows: the config's prompt, whose label is not known, or some held-out texts."""
     if config.sample.prompt is not None:
         prompt = config.sample.prompt.encode("utf-8", errors="surrogateescape")
         return LabelledExamples.of([prompt], [0], validation.names)
-    return validation.take(range(min(3, len(validation))))
+    chosen = np.linspace(0, len(validation) - 1, min(SHOWN, len(validation)), dtype=int)
+    return validation.take(chosen.tolist())
 
 
-def _describe(model: Classifier, params: Params, examples: LabelledExamples) -> str:
+def _describe(model: Classifier, params: Params, examples: LabelledExamples, *, known: bool) -> str:
     """Return texts with the two classes that the model finds most probable, as a person reads them."""
     batch = pad_examples(examples, range(len(examples)), context=model.config.context)
     found = jax.device_get(predict(model, params, batch.inputs_BT, batch.valid_BT))
     parts = []
     for row, p_C in enumerate(found.probability_BC):
-        best = np.argsort(-p_C, kind="stable")[:2]
-        says = ", ".join(f"{examples.names[c]} {p_C[c]:.2f}" for c in best)
+        says = ", ".join(f"{examples.names[c]} {p_C[c]:.2f}" for c in np.argsort(-p_C, kind="stable")[:2])
         text = examples.text(row)[: model.config.context].tobytes().decode("utf-8", errors="replace")
-        parts.append(f"{text}\n-> {says}\n")
+        truth = f" (it is {examples.names[examples.labels_E[row]]})" if known else ""
+        parts.append(f"{text}\n-> {says}{truth}\n")
     return "\n".join(parts)

@@ -79,6 +79,13 @@ def test_a_slot_taken_by_padding_is_noticed():
     assert not np.array_equal(right[1], wrong[1])
 
 
+def test_of_tokens_that_share_a_slot_the_last_is_written():
+    """Nothing is said of the order in which a scatter writes, so there must be none to say."""
+    valid = jnp.asarray([[True] * 5, [True, True, False, True, True]])
+    targets = target_slots(token_positions(jnp.asarray([0, 1], jnp.int32), valid), valid, 3)
+    assert targets.tolist() == [[3, 3, 2, 0, 1], [3, 2, 3, 0, 1]]
+
+
 def test_a_target_past_the_end_writes_nothing():
     cache = draw(0, 2, 1, 3, 1, 2)
     new = draw(1, 2, 1, 2, 1, 2)

@@ -34,7 +34,9 @@ print(first, resident())
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux's /proc"
+)
 def test_b105_a_second_pass_over_eight_depths_adds_less_than_a_tenth():
     command = [sys.executable, "-c", PROGRAM]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=500)

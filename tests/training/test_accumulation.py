@@ -92,5 +92,7 @@ def test_dropout_differs_from_piece_to_piece():
 
 
 def test_pieces_must_divide_the_batch():
-    with pytest.raises(ValueError, match=r"data.accumulation is 3 and data.batch is 8; it must divide the batch"):
+    with pytest.raises(
+        ValueError, match=r"data.accumulation is 3 and data.batch is 8; it must divide the batch"
+    ):
         DataConfig(batch=8, accumulation=3)

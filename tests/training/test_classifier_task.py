@@ -134,7 +134,7 @@ def test_a_task_is_what_the_loop_asks_for(jsonl):
     assert "accuracy 0.500" in task.baseline().words
     assert any(sentence.startswith("Cut 35 of 40 texts") for sentence in task.words)
     sample = task.finish(params, jax.random.key(0))
-    assert sample.count("\n-> ") == 3
+    assert sample.count("\n-> ") == sample.count(" (it is ") == 4
 
 
 def test_the_sample_is_the_prompt_where_there_is_one(jsonl):
@@ -142,6 +142,7 @@ def test_the_sample_is_the_prompt_where_there_is_one(jsonl):
     sample = task.finish(drawn(task.model), jax.random.key(0))
     assert sample.startswith("7 is odd\n-> ")
     assert sample.count("->") == 1
+    assert "(it is" not in sample
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,7 @@ def test_the_sample_is_the_prompt_where_there_is_one(jsonl):
     [
         ({"model": config(vocab_size=255)}, "model.vocab_size is 255; it must be at least 256"),
         ({"data": DataConfig(path="none.jsonl", seams="separate")}, "data.seams is 'separate'"),
+        ({"data": DataConfig(path="none.jsonl", separator=0)}, "data.separator is 0"),
         ({"data": DataConfig(path="none.jsonl")}, r"none.jsonl cannot be read"),
     ],
 )

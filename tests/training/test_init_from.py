@@ -64,7 +64,10 @@ def test_a_run_starts_from_the_weights_of_another(first, text, tmp_path, capsys)
     ("flags", "words"),
     [
         (["--model.depth", "2"], "params/blocks/attention/query/kernel"),
-        (["--model.width", "16"], "params/blocks/attention_connection/norm/scale [1, 8] saved, [1, 16] wanted"),
+        (
+            ["--model.width", "16"],
+            "params/blocks/attention_connection/norm/scale [1, 8] saved, [1, 16] wanted",
+        ),
         (["--model.residual", "dense_former"], "params/shared"),
         (["--init.from", "nowhere"], "'nowhere' is not a run"),
     ],

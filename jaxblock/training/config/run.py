@@ -29,7 +29,7 @@ class RunConfig(Section):
     """Decides initial parameters, order of the data, dropout and the sample."""
     log_every: int = 20
     """Steps between progress lines; metrics.jsonl has every step."""
-    evaluate_every: int = 1150
+    evaluate_every: int = 2300
     """Steps between evaluations of the whole validation slice; the last step is always evaluated."""
     checkpoint_every: int = 500
     """Steps between checkpoints; the last step is always saved."""
