@@ -119,6 +119,11 @@ def test_decoding_with_the_other_positions(positions, window):
 
 
 @pytest.mark.full
+def test_sinusoidal_positions_go_as_far_as_the_cache():
+    check_decoding(config(positions="sinusoidal"), [1] * 12, capacity=12)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [
@@ -295,8 +300,8 @@ def test_b88_more_tokens_than_a_cache_reads_are_an_error_when_traced(positions):
     model = Decoder(model_config)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens(1, 2))["params"]
 
-    def call(params, cache, tokens_BT):
-        return model.apply({"params": params}, tokens_BT, cache=cache)
+    def call(params, cache, tokens_BT, valid_BT=None):
+        return model.apply({"params": params}, tokens_BT, cache=cache, valid_BT=valid_BT)
 
     cache = jax.eval_shape(lambda: init_cache(model_config, 1))
     with pytest.raises(
@@ -304,6 +309,9 @@ def test_b88_more_tokens_than_a_cache_reads_are_an_error_when_traced(positions):
     ):
         jax.eval_shape(call, params, cache, tokens(1, 9))
     jax.eval_shape(call, params, cache, tokens(1, 8))
+    # A padded row may be longer: how many of its tokens are real is not known yet.
+    logits, _ = jax.eval_shape(call, params, cache, tokens(1, 9), jnp.ones((1, 9), bool))
+    assert logits.shape == (1, 9, 11)
 
 
 # Transformations and types ---------------------------------------------------------------------------------

@@ -131,24 +131,31 @@ def test_a_window_with_learned_positions_rolls_until_its_table_ends():
     assert got.tolist() == [continuation(model_config, list(row), 13) for row in PROMPT_BT]
 
 
-PADDED = np.asarray([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 1, 0, 1], [0, 1, 0, 0, 0]], bool)
+PADDED = np.asarray(
+    [
+        [0, 0, 1, 1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1, 1, 0, 0],
+        [1, 0, 1, 1, 0, 1, 0, 1],
+        [0, 0, 0, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 1, 1, 1, 1],
+    ],
+    bool,
+)
 
 
 @pytest.mark.parametrize(
     "model_config", [LEARNED, pytest.param(ROLLING, marks=pytest.mark.full)], ids=["learned", "rolling"]
 )
 def test_each_padded_row_is_continued_as_it_would_be_alone(model_config):
-    """Rows of three real tokens and of one become full at different times."""
-    prompt_BT = np.asarray(tokens(4, 5, seed=6))
+    """Rows of six, five, one and seven real tokens become full at different times; of seven the first is not read."""
+    prompt_BT = np.asarray(tokens(5, 8, seed=6))
     got = continued(model_config, prompt_BT, 9, valid_BT=PADDED)
     want = [
         continuation(model_config, list(row[valid]), 9) for row, valid in zip(prompt_BT, PADDED, strict=True)
     ]
     assert got.tolist() == want
     unmasked = continued(model_config, prompt_BT, 9, valid_BT=np.ones_like(PADDED))
-    assert unmasked[1].tolist() != want[1]
-    # A window of three hides what stands before three tokens.
-    assert (unmasked[0].tolist() != want[0]) == (model_config is LEARNED)
+    assert [row.tolist() != alone for row, alone in zip(unmasked, want, strict=True)][1:4] == [True] * 3
 
 
 # What is drawn ---------------------------------------------------------------------------------------------
