@@ -5,19 +5,33 @@ Importing this loads jax, flax and chex, nothing more; `jaxblock.training` bring
 
 from jaxblock import functional, residual
 from jaxblock.config import ExecutionConfig, ModelConfig
-from jaxblock.models import Block, Cache, Decoder, generate, init_cache, prefill, stream
+from jaxblock.models import (
+    Block,
+    Cache,
+    Classifier,
+    Decoder,
+    Encoder,
+    generate,
+    init_cache,
+    predict,
+    prefill,
+    stream,
+)
 from jaxblock.version import __version__
 
 __all__ = [
     "Block",
     "Cache",
+    "Classifier",
     "Decoder",
+    "Encoder",
     "ExecutionConfig",
     "ModelConfig",
     "__version__",
     "functional",
     "generate",
     "init_cache",
+    "predict",
     "prefill",
     "residual",
     "stream",

@@ -4,6 +4,7 @@ Each row reads at its own pace: a real token takes the next slot of its row, pad
 none. Axis S of this file: slots. What a row's next token sees is in `functional.kv_cache`.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.core import Tracer
 from jaxblock.config import ModelConfig
 from jaxblock.contracts import check_boolean, check_integer
 from jaxblock.functional.kv_cache import slot_positions, target_slots, token_positions, write_slots
+from jaxblock.functional.masks import AttentionPattern
 from jaxblock.types import Array
 
 
@@ -44,6 +46,15 @@ class CachedCall(NamedTuple):
     """Real tokens that do not fit, boolean."""
     limit: int | None
     """What all positions are below (`cache_limit`)."""
+
+    def seen(self, pattern: AttentionPattern) -> AttentionPattern:
+        """Return the pattern over what attention reads: the slots, then the new tokens."""
+        return dataclasses.replace(
+            pattern,
+            key_valid_BT=self.key_valid_BT,
+            query_positions_BQ=self.positions_BT,
+            key_positions_BT=self.key_positions_BT,
+        )
 
     def mark_refused(self, logits_BTV: Array) -> Array:
         """Return the logits, NaN at tokens that do not fit."""
