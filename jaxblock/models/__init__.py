@@ -22,6 +22,7 @@ __all__ = [
     "init_blocks",
     "init_cache",
     "layer_inputs",
+    "predict",
     "prefill",
     "run_blocks",
     "stream",

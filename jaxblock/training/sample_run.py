@@ -50,7 +50,7 @@ def sample_run(path: Path, given: Mapping[str, Any], *, seed: int) -> Continuati
     if config.prompt is None:
         raise ValueError(f"the run in {str(path)!r} has no prompt of its own; pass --prompt TEXT")
     prompt_1T = prompt_ids(config.prompt, text, vocab_size=run.model.vocab_size)
-    model = Decoder(run.model, run.execution)
+    model = Decoder(run.model)  # however the run was executed, as on a GPU by cuDNN: nothing depends on it
     like = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     params = load_weights(path, like, which="average" if run.optimizer.average else "last").params
     pieces = stream_prompt(model, params, prompt_1T, config, key=jax.random.key(seed))

@@ -106,7 +106,7 @@ def test_decoding_equals_the_full_forward(residual, heads, positions, window):
 @pytest.mark.parametrize("residual", ["pre_norm", "dense_former", "attention_residual"])
 @pytest.mark.parametrize(
     "execution",
-    [ExecutionConfig(scan_unroll=2), ExecutionConfig(remat="full", history="plain", attention="cudnn")],
+    [ExecutionConfig(scan_unroll=2), ExecutionConfig(remat="full", history="plain", attention="blocked")],
 )
 def test_decoding_does_not_ask_how_the_stack_is_run(residual, execution):
     check_decoding(config(residual=residual, depth=3), [3, 1, 1], execution=execution)
