@@ -51,7 +51,7 @@ def prefill(
       tokens_BT: token ids [B, T]; they go on where the cache's rows end.
       cache: from `init_cache`, or what was returned after earlier tokens.
       chunk: tokens read at once, by a loop: memory grows with it and not with T. Left out: all.
-      valid_BT: boolean, False = padding, wherever it stands; it takes no slot of the cache.
+      valid_BT: boolean, False = padding, wherever it stands and whatever its ids; it takes no slot of the cache.
 
     Returns:
       The logits [B, padded V] of each row's last real token, float32 (NaN where a row has none), and the cache.
@@ -95,7 +95,8 @@ def generate(
       key: randomness; one key per token is split from it.
       length: number of new tokens.
       rule: temperature, top-k, top-p; temperature 0 is greedy.
-      valid_BT: boolean [B or 1, T], False = padding, on either side or between; every row needs a real token.
+      valid_BT: boolean [B or 1, T], False = padding, on either side or between, whatever its ids; every row needs a
+        real token.
 
     Returns:
       The new tokens, int32 [B, length]; ids that pad the vocabulary are never among them.
@@ -234,6 +235,9 @@ def _read(
 ) -> tuple[Array, Cache]:
     """Read tokens, `chunk` at a time; return the last real ones' logits [B, padded V], and the cache."""
     batch, length = tokens_BT.shape
+    tokens_BT = jnp.where(
+        valid_BT, tokens_BT, jnp.zeros_like(tokens_BT)
+    )  # padding may be no token, such as -1
 
     def read(carry: tuple[Array, Cache], part: tuple[Array, Array]) -> tuple[tuple[Array, Cache], None]:
         (last_BV, cache), (tokens_BT, valid_BT) = carry, part

@@ -114,13 +114,14 @@ class Trunk(nn.Module):
         config, connections, shape = self.config, self.connections, x_BTD.shape
         shared = None if connections.shared is None else connections.shared(config, name="shared")()
         groups = None if connections.groups is None else connections.groups(config)
+        inputs = StackInputs(attention, layer_inputs(config), shared, groups, cached)
         block = Block(config, self.execution, connections, parent=None)
         collect = (INTERMEDIATES,) if self.is_mutable_collection(INTERMEDIATES) else ()
         stream, collected = run_blocks(
             block,
             self.param("blocks", self._init_blocks, block, shared),
             connections.open(config, x_BTD),
-            StackInputs(attention, layer_inputs(config), shared, groups, cached),
+            inputs,
             dropout_key=self.make_rng("dropout") if self.has_rng("dropout") else None,
             execution=self.execution,
             collect=collect if cached is None else (*collect, WRITTEN),
@@ -160,8 +161,12 @@ class Trunk(nn.Module):
         return rotary_angles(positions_BT, self.config.head_dim, base=choice.options["base"])
 
     def _init_blocks(self, key: Array, block: Block, shared: Params) -> Params:
-        """Return the stack's parameters; they depend on no length, so one token is enough to trace."""
+        """Return the stack's parameters; they depend on no length, so one token is enough to trace.
+
+        Nor do they depend on how it is run: a config for another device has the same ones here.
+        """
         config = self.config
+        block = block.clone(execution=ExecutionConfig())
         x_BTD = jnp.zeros((1, 1, config.width), config.stream_dtype)
         attention = AttentionInputs(self._pattern(), self._angles(jnp.zeros((1, 1), jnp.int32)))
         inputs = StackInputs(attention, layer_inputs(config), shared)

@@ -208,10 +208,6 @@ class RunFolder:
             raise ValueError(f"{str(self.path)!r} has not started: its metrics.jsonl is empty")
         return rows[0]
 
-    def reads_bytes(self) -> bool:
-        """Return whether the run's tokens are bytes of text, as its first row of metrics says."""
-        return self.start_row()["bytes_per_token"] is not None
-
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
         replace_text(self.summary, json.dumps(summary, indent=2) + "\n")

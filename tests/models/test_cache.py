@@ -151,7 +151,7 @@ BAND = config(positions="rope", window=(3,))
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope"])
-def test_b11_prefill_of_three_and_five_steps_equal_the_full_forward(positions):
+def test_s2_38_b11_prefill_of_three_and_five_steps_equal_the_full_forward(positions):
     check_decoding(config(positions=positions), [3, 1, 1, 1, 1, 1])
 
 
@@ -379,6 +379,27 @@ def test_a_cached_call_gives_its_intermediates_too():
     }
 
 
+def test_s2_38_a_step_costs_more_the_longer_the_text_it_can_look_back_on():
+    """Each slot costs two products per head and block, and little besides; all else costs the same."""
+    model_config = config(positions="rope", width=32)
+    model = Decoder(model_config, ExecutionConfig(scan_unroll=2))  # in a loop, one block is counted
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens(1, 2))["params"]
+
+    @jax.jit
+    def step(params, cache):
+        return model.apply({"params": params}, tokens(1, 1), cache=cache)
+
+    def flops(capacity):
+        cache = jax.eval_shape(lambda: init_cache(model_config, 1, capacity=capacity))
+        return step.lower(params, cache).cost_analysis()["flops"]
+
+    costs = [flops(capacity) for capacity in (64, 128, 192)]
+    first, second = np.diff(costs)
+    products = 64 * 2 * (2 * 2 * 32)  # slots, blocks, two products of multiply and add over H * K = D = 32
+    assert first == second
+    assert products < first < 1.5 * products
+
+
 # Prefill ---------------------------------------------------------------------------------------------------
 
 
@@ -387,7 +408,10 @@ def test_prefill_in_chunks_gives_the_last_real_tokens_logits():
     model, params = built(BAND)
     cache, tokens_BT, valid_BT = init_cache(BAND, 5, capacity=3), tokens(5, 5), jnp.asarray(VALID[:, 0])
     want, want_cache = call(cache, tokens_BT, VALID[:, 0])
-    last_BV, cache = prefill(model, params, tokens_BT, cache, chunk=2, valid_BT=valid_BT)
+    # What pads may be no token at all.
+    last_BV, cache = prefill(
+        model, params, jnp.where(valid_BT, tokens_BT, -1), cache, chunk=2, valid_BT=valid_BT
+    )
     for b, last in enumerate((4, 2, 3, 4)):
         np.testing.assert_allclose(last_BV[b], want[b, last], **TIGHT)
     assert np.isnan(last_BV[4]).all()
