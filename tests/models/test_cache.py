@@ -75,7 +75,9 @@ def row(number: int, turn: int) -> tuple:
     return NAMES[number], heads, PLACES[positions], (3,) if (heads + positions) % 3 == 1 else ()
 
 
-# By default one row per connection, under `full` the two more with which each connection meets every value.
+SIMILAR = ("none", "peri_norm", "branch_norm")
+"""Connections whose code differs from pre_norm's and post_norm's in the place of a norm: under `full` only."""
+# By default one row per other connection, under `full` the two more with which each connection meets every value.
 ROWS = {(number, turn): row(number, turn) for turn in range(3) for number in range(len(NAMES))}
 
 
@@ -90,7 +92,11 @@ def test_the_rows_cover_every_pair():
 @pytest.mark.parametrize(
     ("residual", "heads", "positions", "window"),
     [
-        pytest.param(*row, marks=[] if turn == 0 else pytest.mark.full, id="-".join(map(str, row)))
+        pytest.param(
+            *row,
+            marks=[] if turn == 0 and row[0] not in SIMILAR else pytest.mark.full,
+            id="-".join(map(str, row)),
+        )
         for (_, turn), row in ROWS.items()
     ],
 )

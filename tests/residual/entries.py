@@ -38,6 +38,10 @@ ALSO_BY_DEFAULT = {
         "memory_is_linear",
     ),
 }
+SHOWN_BY_ANOTHER = {
+    "dense_former": ("remat_equals_none", "parallel_wiring", "vmap_equals_each_alone", "one_block"),
+}
+"""Checks of a representative whose code another one's default run goes through as well: compiling is what is slow."""
 ONLY_HISTORIES = ("plain_derivative_equals_reverse", "memory_is_linear")
 """Checks that for other streams compare an ordinary scan with itself, or measure it: under `-m full` only."""
 
@@ -52,6 +56,8 @@ PLAIN_STREAMS = tuple(name for name in NAMES if name not in HISTORIES)
 
 def is_default(name: str, check: str) -> bool:
     if check in ONLY_HISTORIES and name in PLAIN_STREAMS:
+        return False
+    if check in SHOWN_BY_ANOTHER.get(name, ()):
         return False
     if name in REPRESENTATIVE or check in ALSO_BY_DEFAULT.get(name, ()):
         return True

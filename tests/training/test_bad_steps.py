@@ -154,6 +154,7 @@ def test_a_rewind_goes_back_to_the_checkpoint_and_passes_over_all_batches_since(
     assert losses(plain) == losses(late)
 
 
+@pytest.mark.full
 def test_a_rewind_before_the_first_checkpoint_starts_again(text, tmp_path, monkeypatch):
     run = tmp_path / "run"
     at_batches(monkeypatch, {1: bad_target})
@@ -193,6 +194,7 @@ def test_a_spike_is_seen_and_skipped(text, tmp_path, monkeypatch):
     assert losses(other)[9] == event["loss"]
 
 
+@pytest.mark.full
 def test_a_stopped_run_may_be_resumed_with_another_answer(text, tmp_path, monkeypatch):
     run = tmp_path / "run"
     at_batches(monkeypatch, {2: bad_target})
