@@ -69,9 +69,8 @@ def kill_while_saving(process: subprocess.Popen, run: Path, draw: random.Random)
     process.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("kills", "steps"), [pytest.param(2, 200, id="2"), pytest.param(30, 600, id="30", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("kills", "steps"), [(2, 200), (30, 600)])
 def test_a_run_killed_at_random_moments_ends_with_the_bits_of_the_unbroken_one(tmp_path, kills, steps):
     text, cache, draw = write_text(tmp_path / "fox.jsonl"), tmp_path / "programs", random.Random(kills)
     unbroken, run = tmp_path / "unbroken", tmp_path / "run"
@@ -83,7 +82,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_bits_of_the_unbroken_one(t
         process = start(cache, *(["--resume", str(run)] if run.exists() else fresh))
         kill = kill_while_saving if number % 3 == 1 else kill_while_stepping
         kill(process, run, draw)
-        process.wait(timeout=60)
+        process.communicate(timeout=60)
         killed += process.returncode == -signal.SIGKILL
         folder = run / "checkpoints"
         leftovers += folder.is_dir() and any(not name.isdigit() for name in os.listdir(folder))
