@@ -65,6 +65,8 @@ PARAMETERS: tuple[ParameterRule, ...] = (
     ParameterRule("(shared|close)/.*", "connection", None),
     ParameterRule("final_norm/(scale|bias)", "norm", ("width",)),
     ParameterRule("head/kernel", "head", ("width", "vocab")),
+    ParameterRule("classifier/kernel", "head", ("width", "classes")),
+    ParameterRule("classifier/bias", "bias", ("classes",)),
 )
 
 

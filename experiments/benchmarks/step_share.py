@@ -29,7 +29,9 @@ STEPS = 100
 
 def main() -> None:
     """Print one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="folder of a finished quickstart, for its summary.json")
     parser.add_argument("--rounds", type=int, default=5, help="turns of 100 steps each")
     arguments = parser.parse_args()

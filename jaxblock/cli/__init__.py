@@ -1,5 +1,6 @@
 """The `jaxblock` command. Bad input ends in one sentence on stderr and exit code 2."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,6 +12,7 @@ from jaxblock.cli.tokenize import tokenize
 from jaxblock.cli.train import train
 from jaxblock.contracts import check_choice
 
+CLOSED_PIPE = 141
 COMMANDS: Mapping[str, Callable[[Sequence[str]], Action]] = {
     "train": train,
     "eval": evaluate,
@@ -39,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     try:
         return act()
+    except BrokenPipeError:  # whoever read the output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
     except KeyboardInterrupt:  # a second signal, while the first was being obeyed
         return INTERRUPTED
 

@@ -67,6 +67,11 @@ def _report(run: Path, summary: Mapping[str, Any], sample: str) -> str:
     lines = [f"{summary['status']} after {summary['steps']} steps and {summary['wall_s']:.0f} s"]
     if summary["status"] == "interrupted":
         lines.append(f"saved; continue with: jaxblock train --resume {run}")
+    if summary["bad_step"] is not None:
+        lines.append(
+            f"stopped by the guard at step {summary['bad_step']} (last row of metrics.jsonl); pass over bad steps "
+            f"with: jaxblock train --resume {run} --guard.{summary['status']} skip"
+        )
     if summary["val_loss"] is not None:
         lines.append(
             f"validation loss {summary['val_loss']:.4f} nats per target"

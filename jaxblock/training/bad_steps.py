@@ -1,10 +1,11 @@
 """What a run does at a bad step: stop, skip its batch, or rewind; and the row that says so in metrics.jsonl."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxblock.training.config import GuardConfig
 from jaxblock.training.diagnosis import Fault, find_fault, first_not_finite
+from jaxblock.training.guard import Guard, spike_bounds
 from jaxblock.training.run_folder import finite_or_none
 from jaxblock.training.step import StepMetrics, TrainState
 from jaxblock.training.task import Task
@@ -66,13 +67,34 @@ def locate(bad: BadStep, task: Task, state: TrainState, pieces: Sequence[tuple[A
         return Fault(bad.kind, "unknown", "unknown", "unknown", None, None, words)
 
 
-def bad_step_row(bad: BadStep, answer: Answer, fault: Fault, *, batch: int, skipped: int) -> dict[str, Any]:
-    """Return the row of metrics.jsonl; what is not finite is null.
+def exceeded(bad: BadStep, guard: Guard, config: GuardConfig) -> dict[str, float]:
+    """Return what a spike was above: mean + deviations * sd of the loss, the gradient norm or both."""
+    if bad.kind != "spike":
+        return {}
+    bound_2 = spike_bounds(guard, deviations=config.deviations)
+    names = ("loss", "gradient_norm")
+    return {n: float(b) for n, b in zip(names, bound_2, strict=True) if float(getattr(bad.metrics, n)) > b}
+
+
+def bad_step_row(
+    bad: BadStep, answer: Answer, fault: Fault, bounds: Mapping[str, float], *, batch: int, skipped: int
+) -> dict[str, Any]:
+    """Return the row of metrics.jsonl; what is not finite is null, what a spike was above is `NAME_bound`.
+
+    Args:
+      bad: the step.
+      answer: what is done about it.
+      fault: where it went wrong.
+      bounds: from `exceeded`.
+      batch: number of the batch the step read.
+      skipped: batches passed over, this one included where it is.
 
     A row with `skipped` is history that a resume keeps; a stop is not: whoever resumes meets the step again.
     """
     values = {name: float(getattr(bad.metrics, name)) for name in ("loss", "gradient_norm", "parameter_norm")}
     why = f" ({answer.reason})" if answer.reason else ""
+    seen = ", ".join(f"{name} {values[name]:.4g} above {bound:.4g}" for name, bound in bounds.items())
+    words = f"{bad.kind} ({seen})" if seen else bad.kind
     row: dict[str, Any] = {
         "step": bad.step,
         "event": bad.kind,
@@ -80,10 +102,11 @@ def bad_step_row(bad: BadStep, answer: Answer, fault: Fault, *, batch: int, skip
         "batch": batch,
         "strikes": answer.strikes,
         **{name: finite_or_none(value) for name, value in values.items()},
+        **{f"{name}_bound": bound for name, bound in bounds.items()},
         "quantity": fault.quantity,
         "place": fault.place,
         "tensor": fault.tensor,
         "layer": fault.layer,
-        "sentence": f"step {bad.step}, batch {batch}: {bad.kind}; {fault.sentence}; {answer.action}{why}",
+        "sentence": f"step {bad.step}, batch {batch}: {words}; {fault.sentence}; {answer.action}{why}",
     }
     return row if answer.action == "stop" else {**row, "skipped": skipped}

@@ -171,4 +171,5 @@ def _sentence(error: pydantic.ValidationError) -> str:
     if first["type"].startswith("missing"):
         return f"{field} is missing; it has no default"
     wanted = first["msg"].replace("Input should be ", "it must be ")
+    wanted = wanted.replace("an object", "a table, as in { name = 0.5 }")
     return f"{field} is {first['input']!r}; {wanted}"

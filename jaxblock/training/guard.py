@@ -59,12 +59,18 @@ def judge(guard: Guard, values_2: Array, *, finite: Array, config: GuardConfig) 
 def is_spike(guard: Guard, values_2: Array, *, deviations: float) -> Array:
     """Return whether loss or gradient norm is a spike against the steps the guard remembers."""
     window = guard.recent_2W.shape[1]
+    return (guard.good >= -(-window // 2)) & (values_2 > spike_bounds(guard, deviations=deviations)).any()
+
+
+def spike_bounds(guard: Guard, *, deviations: float) -> Array:
+    """Return mean + deviations * sd of loss and gradient norm over the steps the guard remembers, float32 [2]."""
+    window = guard.recent_2W.shape[1]
     there_W = jnp.arange(window) < guard.good
     count = jnp.maximum(there_W.sum(), 1)
     mean_2 = jnp.where(there_W, guard.recent_2W, 0.0).sum(1) / count
     square_2W = jnp.square(guard.recent_2W - mean_2[:, None])
     deviation_2 = jnp.sqrt(jnp.where(there_W, square_2W, 0.0).sum(1) / count)
-    return (guard.good >= -(-window // 2)) & (values_2 > mean_2 + deviations * deviation_2).any()
+    return mean_2 + deviations * deviation_2
 
 
 def remember(guard: Guard, values_2: Array) -> Guard:

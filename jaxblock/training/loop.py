@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxblock.training.bad_steps import BadStep, answer_of, bad_step_row, locate
+from jaxblock.training.bad_steps import BadStep, answer_of, bad_step_row, exceeded, locate
 from jaxblock.training.checkpoint import Checkpoints, count_parameters
 from jaxblock.training.files import replace_text
 from jaxblock.training.guard import GOOD, NAMES, pass_over
@@ -75,6 +75,7 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
         facts = {
             "status": loop.stopped_by or {EXIT_DONE: "done"}.get(code, "interrupted"),
             "steps": int(state.step),
+            "continued_after": done or None,  # times and speed below are of the steps since then
             "skipped_batches": int(state.skipped),
             "bad_step": loop.bad_step,
             "baseline_loss": baseline.loss,
@@ -263,12 +264,13 @@ class _Loop:
         number = int(state.step) + int(state.skipped)
         task = self.prepared.task
         fault = locate(bad, task, state, self._pieces(number, state, key))
+        bounds = exceeded(bad, state.guard, self.prepared.config.guard)
         if answer.action == "rewind":
             state = self._rewound(number)
             self.folder.abandon_metrics(after=int(state.step))
         elif answer.action == "skip":
             state = state._replace(skipped=state.skipped + 1)
-        row = bad_step_row(bad, answer, fault, batch=number, skipped=int(state.skipped))
+        row = bad_step_row(bad, answer, fault, bounds, batch=number, skipped=int(state.skipped))
         self._append([row])
         self.progress.say(row["sentence"])
         if answer.action == "stop":
@@ -295,7 +297,10 @@ class _Loop:
             found |= {f"{name}_average": value for name, value in average.items()}
         self.evaluated = (done, finite_or_none(found["loss"]))
         self._append([{"step": done, **{f"val_{name}": finite_or_none(x) for name, x in found.items()}}])
-        words = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items())
+        words = ", ".join(
+            f"{name.replace('_average', ' of the moving average')} {value:.4f}"
+            for name, value in found.items()
+        )
         self.progress.say(f"step {done}: validation {words}")
 
     def _save(self, done: int, state: TrainState, key: Array) -> None:

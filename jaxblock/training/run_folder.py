@@ -170,7 +170,7 @@ class RunFolder:
     def start_metrics(
         self, config: TrainConfig, facts: Mapping[str, Any], *, after: int, skipped: int
     ) -> None:
-        """Open metrics.jsonl with a row about the data, and drop what will be made again.
+        """Open metrics.jsonl with a row on the data, and drop what will be made again (bad steps: to abandoned.jsonl).
 
         Args:
           config: the run's; where a resume changed it, config.toml and a row say so.
@@ -184,6 +184,7 @@ class RunFolder:
             write_config(config, self.config)
         first = {"step": 0, "event": "start", "config_fingerprint": config_fingerprint(config), **facts}
         kept = [row for row in rows if _stays(row, after=after, skipped=skipped)]
+        self._abandon([row for row in rows if row.get("event", "start") != "start" and row not in kept])
         if changed:
             kept.append({"step": after, "event": "config", "changed": changed})
         replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in [first, *kept]))
@@ -191,11 +192,15 @@ class RunFolder:
     def abandon_metrics(self, *, after: int) -> None:
         """Move the rows of steps after `after` to abandoned.jsonl: a rewind makes these steps again."""
         rows = self.read_metrics()
-        left = [row for row in rows if row["step"] > after and "event" not in row]
-        with self.abandoned.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in left)
+        self._abandon([row for row in rows if row["step"] > after and "event" not in row])
         kept = [row for row in rows if row["step"] <= after or "event" in row]
         replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def _abandon(self, rows: list[dict[str, Any]]) -> None:
+        """Append rows that a resume or a rewind takes out of metrics.jsonl to abandoned.jsonl."""
+        if rows:
+            with self.abandoned.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def start_row(self) -> dict[str, Any]:
         """Return the first row of metrics.jsonl: what the run recorded about its data.

@@ -125,6 +125,8 @@ def test_b53_more_bad_steps_than_the_limit_end_the_run_with_its_last_good_parame
     assert resume(run, "--guard.limit", "30") == 0
     assert summary(run)["skipped_batches"] == 20
     assert list(losses(run)) == list(range(1, STEPS + 1))
+    (stop,) = [json.loads(line) for line in (run / "abandoned.jsonl").read_text().splitlines()]
+    assert stop == found[-1]  # a resume meets the step again, and loses nothing
     changed = [row for row in rows(run) if row.get("event") == "config"]
     assert [row["changed"] for row in changed] == [["guard.limit: 30, 3"]]
 
@@ -185,6 +187,9 @@ def test_a_spike_is_seen_and_skipped(text, tmp_path, monkeypatch):
     (event,) = events(run)
     assert [event[name] for name in ("step", "event", "action", "batch")] == [9, "spike", "skip", 8]
     assert event["loss"] > 1.2 * losses(run)[8]
+    recent = np.float64([losses(run)[step] for step in range(5, 9)])
+    assert event["loss_bound"] == pytest.approx(recent.mean() + 8 * recent.std(), rel=1e-4)
+    assert f"loss {event['loss']:.4g} above {event['loss_bound']:.4g}" in event["sentence"]
     assert event["quantity"] == "gradient"
     assert event["tensor"]
     # Without the guard the same batch is trained on.
