@@ -67,7 +67,7 @@ def test_smoothing_is_in_the_loss_and_never_in_the_score():
     assert abs(float(smooth.loss) - nats_of([0, 1, 2, 3]).mean()) > 1e-3
     np.testing.assert_allclose(smooth.nats, nats_of([0, 1, 2, 3]).sum(), rtol=1e-5)
     with pytest.raises(ValueError, match="vocab_size is 256; it must be at most 3"):
-        classifier_loss(MODEL, drawn(MODEL), batch, options=LossOptions(vocab_size=256))
+        LOSS(drawn(MODEL), batch, options=LossOptions(vocab_size=256))
 
 
 @pytest.mark.parametrize("count", [3, 6])
@@ -125,10 +125,10 @@ def test_a_task_is_what_the_loop_asks_for(jsonl):
     assert task.facts["bytes_per_token"] is None
     json.dumps(task.facts)
     batch = task.train[0]
-    logits_BC, collected = task.forward(params, batch, None)
+    logits_BC, collected = jax.eval_shape(lambda p: task.forward(p, batch, None), params)
     assert logits_BC.shape == (4, 2)
     assert collected["blocks"]["resid_pre"].shape == (1, 4, 8, 8)
-    assert float(task.loss(params, batch, None).weight) == 4
+    assert jax.eval_shape(lambda p: task.loss(p, batch, None), params).loss.shape == ()
     assert set(evaluate(jax.jit(task.score), params, task.validation)) == {"loss", "accuracy"}
     np.testing.assert_allclose(task.baseline().loss, np.log(2), rtol=1e-6)
     assert "accuracy 0.500" in task.baseline().words
