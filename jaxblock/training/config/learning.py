@@ -47,7 +47,7 @@ class DataConfig(Section):
     separator: int | None = None
     """Token id that marks seams in .bin shards which have no tokens.json. Left out: each shard is one document."""
     validation_tokens: int = 262_144
-    """Most tokens held out for evaluation (and at most a tenth of the data)."""
+    """Most tokens held out for evaluation (and at most a tenth of the data); no classifier reads it."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "DataConfig":

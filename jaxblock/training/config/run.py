@@ -7,10 +7,10 @@ import pydantic
 
 from jaxblock.config import Choice, resolve
 from jaxblock.contracts import check_choice, check_integer, check_number
+from jaxblock.models.classifier import POOLINGS
 from jaxblock.training.config.section import Section
 
 TASKS: Mapping[str, Mapping[str, Any]] = {"language_model": {}, "classifier": {"pooling": "mean"}}
-POOLINGS = ("mean", "first", "last")
 ACTIONS = ("stop", "skip", "rewind")
 
 
