@@ -39,7 +39,13 @@ ALSO_BY_DEFAULT = {
     ),
 }
 SHOWN_BY_ANOTHER = {
-    "dense_former": ("remat_equals_none", "parallel_wiring", "vmap_equals_each_alone", "one_block"),
+    "dense_former": (
+        "loop_equals_scan",
+        "remat_equals_none",
+        "parallel_wiring",
+        "vmap_equals_each_alone",
+        "one_block",
+    ),
 }
 """Checks of a representative whose code another one's default run goes through as well: compiling is what is slow."""
 ONLY_HISTORIES = ("plain_derivative_equals_reverse", "memory_is_linear")
