@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,8 @@ from typing import Annotated, Any
 import tyro
 
 from jaxblock.cli.arguments import Action, Flag, refuse
+
+FAILED = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,7 @@ def train(arguments: Sequence[str]) -> Action:
     else:
         config = read_config(command.config, overrides)
         folder = RunFolder.check_new(config)
-    prepared = prepare(config)
+    prepared = prepare(config, continues=folder.has_checkpoint())
     if command.resume is None:
         folder.create(config)
     else:
@@ -53,6 +56,9 @@ def train(arguments: Sequence[str]) -> Action:
             code, summary = run(prepared, folder)
         except RunError as error:
             return refuse(error)
+        except OSError as error:  # a full disk, a folder that went away
+            print(f"jaxblock: {error}; continue with: jaxblock train --resume {folder.path}", file=sys.stderr)
+            return FAILED
         if command.json:
             print(json.dumps({"run": str(folder.path), **summary}))
         else:

@@ -43,16 +43,18 @@ class SamplingRule:
 def greedy(logits: Array, *, vocab_size: int | None = None) -> Array:
     """Return the id of the largest logit, [..., V] -> [...] int32; the lowest id where several are largest.
 
-    Ids at or above `vocab_size` are never returned. Raises ValueError for a vocab_size above V.
+    A row with NaN gives -1, which is no token: NaN must not become one. Ids at or above `vocab_size` are never
+    returned. Raises ValueError for a vocab_size above V.
     """
-    return jnp.argmax(_real_logits(logits, vocab_size), axis=-1).astype(jnp.int32)
+    real = _real_logits(logits, vocab_size)
+    return _unless_nan(real, jnp.argmax(real, axis=-1).astype(jnp.int32))
 
 
 def sample(logits: Array, key: Array, rule: SamplingRule) -> Array:
     """Draw one id per row of logits by `rule`, [..., V] -> [...] int32.
 
     One key serves all rows, each with its own draw; the rule is static (close over it, or mark it static in
-    jit). Each row needs a finite logit. Raises ValueError for a vocab_size above V.
+    jit). Each row needs a finite logit; one with NaN gives -1. Raises ValueError for a vocab_size above V.
     """
     if rule.temperature == 0:
         return greedy(logits, vocab_size=rule.vocab_size)
@@ -63,7 +65,12 @@ def sample(logits: Array, key: Array, rule: SamplingRule) -> Array:
         real = keep_top_k(real, rule.top_k)
     if rule.top_p is not None:
         real = keep_top_p(real, rule.top_p)
-    return jax.random.categorical(key, real, axis=-1).astype(jnp.int32)
+    return _unless_nan(real, jax.random.categorical(key, real, axis=-1).astype(jnp.int32))
+
+
+def _unless_nan(logits: Array, ids: Array) -> Array:
+    """Return the ids, -1 where a row's logits hold NaN."""
+    return jnp.where(jnp.isnan(logits).any(axis=-1), -1, ids)
 
 
 def keep_top_k(logits: Array, k: int) -> Array:

@@ -46,7 +46,7 @@ class Decoder(Trunk):
 
         Args:
           tokens_BT: token ids, any integer dtype; an id >= V gives NaN logits, never another token's.
-          valid_BT: boolean, True = real token; padding is never attended to, but its ids must be below V too.
+          valid_BT: boolean, True = real token; padding is never read, whatever its ids.
           segments_BT: integer document ids of packed rows; attention stays within a document.
           positions_BT: position of each token. Left out: its index, counted from its document's start.
           cache: what was read before, from `init_cache` or the call before; T may then be a prompt, a chunk of one
@@ -73,6 +73,8 @@ class Decoder(Trunk):
             positions_BT, pattern = call.positions_BT, call.seen(pattern)
         elif positions_BT is None:
             positions_BT = segment_positions(tokens_BT.shape[1], segments_BT)
+        if valid_BT is not None:  # an id out of its table is NaN, and a hidden NaN still meets a weight of 0
+            tokens_BT = jnp.where(valid_BT, tokens_BT, jnp.zeros_like(tokens_BT))
         x_BTD, embedding = self._embed(tokens_BT, positions_BT, limit=None if call is None else call.limit)
         attention = AttentionInputs(pattern, self._angles(positions_BT))
         x_BTD, written = self._stack(x_BTD, attention, cached=None if cache is None else read_cache(cache))

@@ -105,7 +105,7 @@ def generate(
       ValueError: a negative length, a mask that is not boolean or does not fit, a row without a real token (where
         that can be known). AssertionError: rank and dtype of the prompt.
     """
-    full_BT = _check_prompt(prompt_BT, valid_BT, length)
+    full_BT = _check_prompt(prompt_BT, valid_BT, length, vocab_size=model.config.vocab_size)
     if length == 0:
         return jnp.zeros((prompt_BT.shape[0], 0), jnp.int32)
     keys = jax.random.split(key, length)
@@ -130,7 +130,7 @@ def stream(
     First comes one token, as soon as the prompt is read, then at most PIECE at a time. Arguments and errors are those
     of `generate`; errors come from the call, before the first token is asked for.
     """
-    full_BT = _check_prompt(prompt_BT, valid_BT, length)
+    full_BT = _check_prompt(prompt_BT, valid_BT, length, vocab_size=model.config.vocab_size)
     return _stream(model, params, prompt_BT, full_BT, key, length=length, rule=rule)
 
 
@@ -268,7 +268,7 @@ def _apply(
     return cast(tuple[Array, Cache], made)
 
 
-def _check_prompt(prompt_BT: Array, valid_BT: Array | None, length: int) -> Array:
+def _check_prompt(prompt_BT: Array, valid_BT: Array | None, length: int, *, vocab_size: int) -> Array:
     """Check what `generate` and `stream` are given; return the mask of real tokens, [B, T]."""
     chex.assert_rank(prompt_BT, 2)
     chex.assert_type(prompt_BT, int)
@@ -279,6 +279,13 @@ def _check_prompt(prompt_BT: Array, valid_BT: Array | None, length: int) -> Arra
         empty = np.flatnonzero(~np.asarray(full_BT).any(axis=1))
         if empty.size:
             raise ValueError(f"row {empty[0]} of valid_BT has no real token; there is nothing to continue")
+    if is_known(full_BT) and is_known(prompt_BT):
+        real = np.asarray(prompt_BT)[np.asarray(full_BT)]
+        wrong = real[(real < 0) | (real >= vocab_size)]
+        if wrong.size:
+            raise ValueError(
+                f"the prompt holds token id {wrong[0]}; ids must be below vocab_size = {vocab_size}"
+            )
     return full_BT
 
 

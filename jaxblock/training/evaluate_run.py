@@ -168,8 +168,8 @@ def _text_of(file: Path, folder: RunFolder, config: TrainConfig) -> _Text:
     tokens = np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
     if len(tokens) and tokens.max() >= vocab_size:
         raise ValueError(f"{file} holds token id {tokens.max()}; model.vocab_size is {vocab_size}")
-    first = len(tokenizer.decode(tokens[:1]).encode("utf-8", errors="surrogateescape"))
-    return _Text(str(file), TokenStream([tokens]), float(size - first))
+    # The first token is no target: its share is taken as that of any other, which for bytes is exact.
+    return _Text(str(file), TokenStream([tokens]), size * (len(tokens) - 1) / max(len(tokens), 1))
 
 
 def tokenizer_of(folder: RunFolder) -> Tokenizer | None:

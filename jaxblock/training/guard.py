@@ -31,7 +31,7 @@ class Guard(NamedTuple):
     strikes: Array
     """Bad steps passed over without W good ones in a row since, int32; counted by the loop."""
     streak: Array
-    """Good steps since the last bad one, int32."""
+    """Good steps since the last bad one, beyond those that a rewind makes again, int32."""
 
 
 def open_guard(config: GuardConfig) -> Guard:
@@ -85,7 +85,10 @@ def remember(guard: Guard, values_2: Array) -> Guard:
     )
 
 
-def pass_over(guard: Guard, strikes: int) -> Guard:
-    """Return the guard after its alarm has been answered: `strikes` bad steps, no streak."""
-    alarm, streak = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+def pass_over(guard: Guard, strikes: int, *, again: int = 0) -> Guard:
+    """Return the guard after its alarm has been answered: `strikes` bad steps, and no streak.
+
+    The `again` steps that a rewind makes again do not count: else a fault that comes back would never reach the limit.
+    """
+    alarm, streak = jnp.zeros((), jnp.int32), jnp.asarray(-again, jnp.int32)
     return guard._replace(alarm=alarm, strikes=jnp.asarray(strikes, jnp.int32), streak=streak)

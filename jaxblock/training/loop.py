@@ -21,7 +21,7 @@ from jaxblock.training.interrupts import Interrupts
 from jaxblock.training.optimizer.roles import optimizer_table
 from jaxblock.training.prepare import Prepared, init_state, run_keys
 from jaxblock.training.progress import Progress
-from jaxblock.training.run_folder import RunFolder, finite_or_none
+from jaxblock.training.run_folder import RunError, RunFolder, finite_or_none
 from jaxblock.training.saved_state import parts_of, state_of
 from jaxblock.training.step import (
     Step,
@@ -62,7 +62,10 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
         folder.start_metrics(config, task.facts, after=done, skipped=int(begun.state.skipped))
         for name, text in task.files.items():
             replace_text(folder.path / name, text)
-        baseline = task.baseline()
+        try:
+            baseline = task.baseline()
+        except ValueError as error:  # data that were not read before, as the ids of a large shard
+            raise RunError(str(error)) from error
         with (
             Progress(steps=config.run.steps, done=done) as progress,
             Watch(config, folder, baseline=baseline.loss, say=progress.say) as watch,
@@ -115,10 +118,26 @@ def _begin(prepared: Prepared, checkpoints: Checkpoints) -> _Begun:
         state, key = state_of(parts, like)
         return _Begun(state, key, notes)
     if prepared.weights is not None:
-        return _Begun(first_state(prepared.task.model, config, prepared.weights), keys.dropout, notes)
+        state = first_state(prepared.task.model, config, prepared.weights.params)
+        # From here on the run is whole without the one it came from, which may change or go.
+        checkpoints.save(0, parts_of(state, keys.dropout), facts=_facts(prepared, None))
+        return _Begun(
+            state,
+            keys.dropout,
+            [*notes, f"starts from step {prepared.weights.step} of {config.init.from_run}"],
+        )
+    if config.init.from_run is not None:
+        raise RunError(
+            "; ".join([*notes, "no checkpoint is left, and init.from is read at a run's start only"])
+        )
     # It runs once: on CPU, optimizing the random draws takes many times longer than drawing.
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return _Begun(jax.jit(init, compiler_options=options)(keys.init), keys.dropout, notes)
+
+
+def _facts(prepared: Prepared, val_loss: float | None) -> dict[str, Any]:
+    """Return what is saved beside a state."""
+    return {"config": prepared.config.as_dict(), "data": prepared.task.facts, "val_loss": val_loss}
 
 
 def _opening(prepared: Prepared, begun: _Begun, parameters: int, baseline: Baseline) -> Iterator[str]:
@@ -130,8 +149,6 @@ def _opening(prepared: Prepared, begun: _Begun, parameters: int, baseline: Basel
     yield from begun.notes
     if int(begun.state.step):
         yield f"continues after step {int(begun.state.step)}"
-    elif prepared.weights is not None:
-        yield f"starts from the weights of {prepared.config.init.from_run}"
 
 
 class _Seconds:
@@ -276,7 +293,8 @@ class _Loop:
         if answer.action == "stop":
             self.stopped_by, self.bad_step = bad.kind, bad.step
             return state
-        return state._replace(guard=pass_over(state.guard, answer.strikes))
+        again = bad.step - 1 - int(state.step)
+        return state._replace(guard=pass_over(state.guard, answer.strikes, again=again))
 
     def _pieces(self, number: int, state: TrainState, key: Array) -> list[tuple[Any, Array]]:
         """Return what the step computed at once: its batch, or the pieces it was accumulated from, with their keys."""
@@ -307,11 +325,7 @@ class _Loop:
         """Save the state, unless this step is saved."""
         with self.seconds.spent_on("save"):
             step, val_loss = self.evaluated
-            facts = {
-                "config": self.prepared.config.as_dict(),
-                "data": self.prepared.task.facts,
-                "val_loss": val_loss if step == done else None,
-            }
+            facts = _facts(self.prepared, val_loss if step == done else None)
             self.checkpoints.save(done, parts_of(state, key), facts=facts)
 
     def _append(self, rows: list[dict[str, Any]]) -> None:

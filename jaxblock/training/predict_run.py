@@ -40,6 +40,8 @@ def predict_run(path: Path, texts: Sequence[str]) -> list[TextPrediction]:
         raise ValueError(
             f"the run in {str(path)!r} has run.task = {run.run.task!r}; only a classifier predicts"
         )
+    if isinstance(texts, str):
+        raise ValueError("texts is one text; it must be a sequence of texts")
     encoded = [text.encode("utf-8", errors="surrogateescape") for text in texts]
     if not encoded or not all(encoded):
         raise ValueError(
@@ -48,7 +50,7 @@ def predict_run(path: Path, texts: Sequence[str]) -> list[TextPrediction]:
     names = tuple(folder.start_row()["classes"])
     model = Classifier(run.model, run.execution, classes=len(names), pooling=task.options["pooling"])
     like = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    params = load_weights(path, like, which="last").params
+    params = load_weights(path, like, which="average" if run.optimizer.average else "last").params
     examples = LabelledExamples.of(encoded, [0] * len(encoded), names)
     batches = LabelledValidation(examples, context=run.model.context, batch=min(MOST_ROWS, len(encoded)))
     found = []

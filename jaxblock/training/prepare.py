@@ -15,8 +15,8 @@ from jaxblock.training.language_task import language_task
 from jaxblock.training.step import TrainState, first_state, make_step
 from jaxblock.training.task import Task
 from jaxblock.training.watch import Watch
-from jaxblock.training.weights import load_weights
-from jaxblock.types import Array, Params
+from jaxblock.training.weights import Weights, load_weights
+from jaxblock.types import Array
 
 TASKS: Mapping[str, Callable[[TrainConfig], Task]] = {
     "language_model": language_task,
@@ -29,8 +29,8 @@ class Prepared(NamedTuple):
 
     config: TrainConfig
     task: Task
-    weights: Params | None
-    """The parameters to start from; None = drawn anew."""
+    weights: Weights | None
+    """The parameters to start from; None = drawn anew, or the run goes on from a checkpoint of its own."""
 
 
 class Keys(NamedTuple):
@@ -46,8 +46,12 @@ def run_keys(seed: int) -> Keys:
     return Keys(*jax.random.split(jax.random.key(seed), 3))
 
 
-def prepare(config: TrainConfig) -> Prepared:
+def prepare(config: TrainConfig, *, continues: bool = False) -> Prepared:
     """Load the data and trace the step, so that whatever is wrong is said before anything is written.
+
+    Args:
+      config: the run.
+      continues: whether it has a checkpoint of its own; what `init.from` names is then not looked at.
 
     Raises:
       ValueError: the data do not fit the config, or the model cannot run as asked.
@@ -58,8 +62,8 @@ def prepare(config: TrainConfig) -> Prepared:
     state = jax.eval_shape(functools.partial(init_state, task, config), keys.init)
     _check_memory(state)
     weights = None
-    if config.init.from_run is not None:
-        weights = load_weights(Path(config.init.from_run), state.params, which=config.init.weights).params
+    if config.init.from_run is not None and not continues:
+        weights = load_weights(Path(config.init.from_run), state.params, which=config.init.weights)
     jax.eval_shape(make_step(task.model, config, task.loss), state, task.train[0], keys.dropout)
     return Prepared(config, task, weights)
 

@@ -124,6 +124,10 @@ class RunFolder:
             )
         return found
 
+    def has_checkpoint(self) -> bool:
+        """Return whether a step was saved, whole or not."""
+        return self.checkpoints.is_dir() and any(path.name.isdigit() for path in self.checkpoints.iterdir())
+
     def check_data(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError if the run started on other data than a task's `facts` name."""
         first = next(iter(self.read_metrics()), None)
@@ -145,12 +149,16 @@ class RunFolder:
         except ImportError:  # Windows
             yield
             return
-        with self.config.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise RunError(f"{str(self.path)!r} is in use by another process") from error
+        held = os.open(self.path, os.O_RDONLY)  # the folder itself: the files in it may be replaced
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(held)
+            raise RunError(f"{str(self.path)!r} is in use by another process") from error
+        try:
             yield
+        finally:
+            os.close(held)
 
     def append_metrics(self, rows: list[dict[str, Any]]) -> None:
         """Append one line per row to metrics.jsonl."""
@@ -230,9 +238,13 @@ class RunError(ValueError):
 
 
 def config_fingerprint(config: TrainConfig) -> str:
-    """Return 16 hex digits that name a resolved config, wherever its run lies."""
-    values = config.as_dict()
-    values["run"].pop("dir", None)
+    """Return 16 hex digits that name what decides a run's numbers, wherever it lies: a resume may change the rest."""
+    values = {
+        f"{section}.{name}": value
+        for section, entries in config.as_dict().items()
+        for name, value in entries.items()
+        if f"{section}.{name}" != "run.dir" and not f"{section}.{name}".startswith(CHANGEABLE)
+    }
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -207,3 +207,11 @@ def test_filters_and_vocabulary_check_their_numbers_too():
             call()
     with pytest.raises(AssertionError):
         greedy(jnp.zeros(4, jnp.int32))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_nan_gives_no_token(temperature):
+    logits = jnp.asarray([[0.0, 1.0, 2.0], [0.0, jnp.nan, 2.0]])
+    drawn = sample(logits, jax.random.key(0), SamplingRule(temperature=temperature))
+    assert drawn[0] in (0, 1, 2)
+    assert drawn[1] == -1

@@ -113,3 +113,11 @@ def test_a_report_for_people(run, capsys):
     assert main(["eval", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("bits per byte") for line in lines)
+
+
+@pytest.mark.parametrize("text", ["é".encode(), b"\xe9\xe8\xe7", "éa".encode()])
+def test_bytes_that_are_no_character_of_their_own_are_counted_as_bytes(run, capsys, tmp_path, text):
+    (tmp_path / "text.txt").write_bytes(text)
+    found = evaluated(capsys, str(run), "--file", str(tmp_path / "text.txt"))
+    assert found["tokens"] == len(text) - 1
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))

@@ -62,6 +62,13 @@ def test_strikes_are_forgotten_after_a_window_of_good_steps():
         assert guard.strikes == (5 if number < 8 else 0)
 
 
+def test_steps_that_a_rewind_makes_again_do_not_count_as_good_ones():
+    guard = pass_over(after([(1.0, 1.0)] * 3), 5, again=6)
+    for number in range(1, 15):
+        guard = remember(guard, jnp.ones(2))
+        assert guard.strikes == (5 if number < 6 + 8 else 0)
+
+
 def test_a_spike_leaves_the_state_as_it_was_inner_state_and_average_included():
     run = training(
         guard={"spike": "skip", "window": 4, "deviations": 6.0},

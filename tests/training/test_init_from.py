@@ -1,5 +1,6 @@
 """A run that starts from another run's weights; refused: other sizes, by leaf, and runs without what is asked."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from jaxblock.training.checkpoint import Checkpoints
 from jaxblock.training.run_folder import RunFolder
 from jaxblock.training.weights import load_weights
 from tests.small_runs import (
+    at_batches,
     at_step,
     losses,
     restored,
@@ -47,7 +49,8 @@ def first(text, tmp_path_factory) -> Path:
 def test_a_run_starts_from_the_weights_of_another(first, text, tmp_path, capsys):
     run = tmp_path / "second"
     assert train(text, run, "--init.from", str(first), "--optimizer.learning_rate", "0.0") == 0
-    assert f"starts from the weights of {first}" in capsys.readouterr().err
+    assert f"starts from step 6 of {first}" in capsys.readouterr().err
+    assert f"starts from step 6 of {first}" in summary(run)["notes"]
     ours, theirs = restored(run)[3], restored(first)[3]
     for a, b in zip(*(jax.tree.leaves(state.params) for state in (ours, theirs)), strict=True):
         np.testing.assert_array_equal(a, b)  # the learning rate is 0
@@ -116,3 +119,21 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(text, tmp_
     assert list(losses(run)) == list(range(1, 7))
     with Checkpoints(folder.checkpoints) as checkpoints:
         assert checkpoints.steps() == [4, 6]
+
+
+def test_a_run_that_started_from_another_is_whole_without_it(first, text, tmp_path, monkeypatch):
+    """The source is gone when it goes on; and a rewind before the first checkpoint has weights to go back to."""
+    source, run = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(first, source)
+    flags = ("--init.from", str(source), "--guard.non_finite", "rewind")
+
+    def bad_target(batch):
+        return batch._replace(targets_BT=np.full_like(batch.targets_BT, 999))
+
+    with monkeypatch.context() as patch:
+        at_batches(patch, {1: bad_target, 3: signalled(signal.SIGTERM)})
+        assert train(text, run, *flags) == 143
+    shutil.rmtree(source)
+    assert resume(run) == 0
+    assert summary(run)["skipped_batches"] == 2
+    assert list(losses(run)) == list(range(1, 7))

@@ -72,6 +72,9 @@ def test_what_decides_no_number_may_change_and_is_written_down(folder, made):
     assert folder.read_config() == other
     assert folder.read_metrics()[-1] == {"step": 0, "event": "config", "changed": changed}
     assert folder.check_resumable(other) == []
+    # A kill between the two files: whichever was written first, the run can be resumed.
+    write_config(made, folder.config)
+    assert folder.check_resumable(other) == changed
     with pytest.raises(ValueError, match=r"guard\.window: 64, 128"):
         folder.check_resumable(made.model_copy(update={"guard": GuardConfig(window=64)}))
 
@@ -152,5 +155,7 @@ def test_one_process_at_a_time_holds_a_run(folder):
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     with folder.locked():
+        assert "in use by another process" in second()
+        write_config(folder.read_config(), folder.config)  # a resume may replace it, and keeps the lock
         assert "in use by another process" in second()
     assert second() == "held\n"

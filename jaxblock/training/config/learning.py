@@ -30,6 +30,8 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         "beta2": 0.95,
     },
 }
+SMALLEST = 1e-37
+"""Below this, float32 has no normal numbers: a smaller epsilon would be 0."""
 ROLES = tuple(dict.fromkeys(rule.role for rule in PARAMETERS))
 
 
@@ -116,7 +118,7 @@ class OptimizerConfig(Section):
                 check_number(f"optimizer.algorithm: {decay}", options[decay], least=0.0, below=1.0)
         for positive in ("epsilon", "clipping"):
             if positive in options:
-                check_number(f"optimizer.algorithm: {positive}", options[positive], above=0.0)
+                check_number(f"optimizer.algorithm: {positive}", options[positive], least=SMALLEST)
         if name == "muon":
             check_integer("optimizer.algorithm: iterations", options["iterations"], least=1, most=20)
             check_choice("optimizer.algorithm: scale", options["scale"], ("rms", "spectral"))
