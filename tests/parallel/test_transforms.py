@@ -100,7 +100,7 @@ def test_pmap_of_init_apply_loss_and_gradient_equals_jit(residual):
     assert_close(at(jax.device_get(mapped), 0), alone(residual, SEEDS[0], RATES[0]))
 
 
-@every_residual
+@few_residuals
 def test_pmap_data_parallelism_over_one_device_equals_jit(residual):
     wanted, model = alone(residual, SEEDS[0], RATES[0]), Decoder(config(residual=residual, **PLAIN))
     mapped = jax.device_get(pmap_mean_and_gradient(loss_sums_of(model), 1)(wanted.params, BATCH))

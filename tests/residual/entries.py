@@ -29,14 +29,8 @@ VARIANTS = (
 )
 NAMES = tuple(dict.fromkeys((*REPRESENTATIVE, *REGISTRY, *VARIANTS)))
 ALSO_BY_DEFAULT = {
-    "post_norm": ("remat_equals_none", "every_leaf_learns"),
-    "block_attention_residual(sublayers=4)": (
-        *CHEAP,
-        "plain_derivative_equals_reverse",
-        "reduces_to",
-        "every_leaf_learns",
-        "memory_is_linear",
-    ),
+    "post_norm": ("every_leaf_learns",),
+    "block_attention_residual(sublayers=4)": ("memory_is_linear",),
 }
 SHOWN_BY_ANOTHER = {
     "dense_former": (
@@ -45,7 +39,9 @@ SHOWN_BY_ANOTHER = {
         "parallel_wiring",
         "vmap_equals_each_alone",
         "one_block",
+        "finite_in_bfloat16_at_100_blocks",
     ),
+    "attention_residual": ("jit_equals_eager", "plain_derivative_equals_reverse"),
 }
 """Checks of a representative whose code another one's default run goes through as well: compiling is what is slow."""
 ONLY_HISTORIES = ("plain_derivative_equals_reverse", "memory_is_linear")

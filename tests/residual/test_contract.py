@@ -112,7 +112,7 @@ def test_an_invented_connection_passes_the_battery_unchanged(check):
     CHECKS[check](Entry("scaled", SCALED))
 
 
-@pytest.mark.parametrize("check", some_by_default("memory_is_linear"))
+@pytest.mark.parametrize("check", some_by_default())
 def test_an_invented_history_passes_the_battery_unchanged(check):
     CHECKS[check](Entry("looks_back", LOOKS_BACK))
 
@@ -316,6 +316,7 @@ def one_step(rule, **optimizer):
     return state.params, after.params
 
 
+@pytest.mark.full
 def test_labels_decay_a_parameter_and_give_it_its_own_rate():
     where = "blocks/(attention|feed_forward)_connection/scale"
     kept, plain = one_step(SCALED)
@@ -463,6 +464,7 @@ def test_a_projection_keeps_shapes_and_dtypes():
         one_step(rule)
 
 
+@pytest.mark.full
 def test_a_period_longer_than_the_stack_learns_no_average_and_is_pre_norm():
     rule = topology("dense_former(period=99)")
     shapes = jax.eval_shape(Decoder(config(), topology=rule).init, jax.random.key(0), tokens())["params"]

@@ -55,6 +55,7 @@ def test_control_the_mean_of_the_pieces_means_is_another_update():
     assert abs(np.mean(losses) / float(whole.loss) - 1) > 0.05
 
 
+@pytest.mark.full
 def test_the_decoder_in_pieces():
     whole, metrics = after(1)
     parts, same = after(4)
@@ -77,6 +78,7 @@ def test_b61_half_precision_gradients_are_summed_in_float32():
     assert np.isfinite(metrics.gradient_norm)
 
 
+@pytest.mark.full
 def test_dropout_differs_from_piece_to_piece():
     """Eight equal rows: with one mask for all pieces, every piece would have the same loss."""
     run = training(

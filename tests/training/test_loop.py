@@ -130,6 +130,7 @@ def test_b94_the_last_step_is_saved_and_intervals_are_kept(unbroken, text, tmp_p
     assert sorted(int(path.name) for path in (unbroken / "checkpoints").iterdir()) == [4, 6]
 
 
+@pytest.mark.full
 def test_b95_five_and_five_steps_are_ten_rows(text, tmp_path, monkeypatch):
     flags = ["--run.steps", "10", "--run.evaluate_every", "10", "--run.checkpoint_every", "10"]
     straight, halved = tmp_path / "straight", tmp_path / "halved"
