@@ -82,7 +82,13 @@ def test_every_execution_equals_scan(residual, wiring, unroll, remat):
     assert_equal_runs(residual, execution, dropout_key(3), wiring=wiring, **DROPOUT)
 
 
-@pytest.mark.parametrize("execution", [ExecutionConfig(scan_unroll=2), ExecutionConfig(attention="blocked")])
+@pytest.mark.parametrize(
+    "execution",
+    [
+        pytest.param(ExecutionConfig(scan_unroll=2), marks=pytest.mark.full),
+        ExecutionConfig(attention="blocked"),
+    ],
+)
 def test_partial_unroll_and_blocked_attention_equal_scan(execution):
     assert_equal_runs(
         "pre_norm", execution, None, wiring="parallel", feed_forward="swiglu", kv_heads=1, depth=3

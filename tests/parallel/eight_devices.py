@@ -7,6 +7,7 @@ By hand, from the repository root:
 
 import json
 import re
+import sys
 import warnings
 from typing import Any
 
@@ -31,7 +32,6 @@ from tests.parallel.ragged import loss_sums_of, ragged_batch
 from tests.small import built, config
 from tests.small_training import training
 
-RESIDUALS = ("pre_norm", "block_attention_residual")
 DEVICES, ROWS, STEPS = 8, 16, 3
 RATE, OPTIMIZER = 0.03, make_optimizer(training().optimizer)
 
@@ -194,7 +194,7 @@ def main() -> None:
         "devices": jax.device_count(),
         "placed": placed(),
         "refusals": refusals(),
-        "trained": {residual: trained(residual) for residual in RESIDUALS},
+        "trained": {residual: trained(residual) for residual in sys.argv[1:]},
         "mean_of_means": mean_of_means("pre_norm"),
         "padded": {str(rows): padded(rows) for rows in (3, 6)},
         "dropped": dropped(),

@@ -92,6 +92,7 @@ def test_b52_a_skipped_batch_is_counted_logged_and_passed_over(skipped, text, tm
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.full
 def test_events_survive_a_resume_once(skipped, text, tmp_path, monkeypatch):
     run = tmp_path / "stopped"
     with monkeypatch.context() as patch:
