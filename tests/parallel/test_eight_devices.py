@@ -19,7 +19,7 @@ RESIDUALS = ["pre_norm", pytest.param(HISTORY, marks=pytest.mark.full)]
 @pytest.fixture(scope="module")
 def report(request) -> dict[str, Any]:
     """Return what `eight_devices.py` prints: the number of devices is fixed when JAX starts, so it is a process."""
-    full = any(HISTORY in item.name for item in request.session.items)
+    full = any(HISTORY in item.name and item.path == request.path for item in request.session.items)
     run = subprocess.run(
         [sys.executable, "-m", "tests.parallel.eight_devices", "pre_norm", *([HISTORY] if full else [])],
         env={**os.environ, "XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"},
