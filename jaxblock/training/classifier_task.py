@@ -64,6 +64,7 @@ def classifier_task(config: TrainConfig) -> Task:
             model, params, batch, options=options, dropout_key=key
         ),
         score=lambda params, batch: classifier_score(model, params, batch),
+        batches=lambda seed: LabelledBatches(corpus.train, seed=seed, **shape),
         train=LabelledBatches(corpus.train, seed=config.run.seed, **shape),
         validation=LabelledValidation(corpus.validation, **shape),
         facts={

@@ -1,5 +1,6 @@
 """The language model as a task: windows of a corpus, next-token loss, a trigram model to beat, a sample at the end."""
 
+import functools
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ def language_task(config: TrainConfig) -> Task:
         prompt_1T = prompt_ids(config.sample.prompt, text, vocab_size=config.model.vocab_size)
     model = Decoder(config.model, config.execution)
     shape = {"context": config.model.context, "batch": config.data.batch, "seams": config.data.seams}
+    batches = functools.partial(_train_batches, corpus, shape)
     plain = evaluation_loss(model, config)
 
     def score(params: Params, batch: Batch) -> Score:
@@ -67,7 +69,8 @@ def language_task(config: TrainConfig) -> Task:
         init=lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"],
         loss=training_loss(model, config),
         score=score,
-        train=TrainBatches(corpus.train, seed=config.run.seed, **shape),
+        batches=batches,
+        train=batches(config.run.seed),
         validation=ValidationBatches(corpus.validation, **shape),
         facts={
             "corpus": corpus.source,
@@ -97,6 +100,11 @@ def load_run_corpus(config: TrainConfig) -> Corpus:
         validation_tokens=config.data.validation_tokens,
         separator=config.data.separator,
     )
+
+
+def _train_batches(corpus: Corpus, shape: dict[str, Any], seed: int) -> TrainBatches:
+    """Return the training batches of a seed."""
+    return TrainBatches(corpus.train, seed=seed, **shape)
 
 
 def _tokenizer_files(corpus: Corpus) -> dict[str, str]:

@@ -49,7 +49,10 @@ class Task:
     """What is minimised."""
     score: Callable[[Params, Any], Score]
     """What is evaluated."""
+    batches: Callable[[int], Batches]
+    """A seed -> the training batches of a run with it."""
     train: Batches
+    """The training batches of this run's seed."""
     validation: Iterable[Any]
     facts: dict[str, Any]
     """What the run records about its data in the first row of metrics.jsonl; `corpus_fingerprint` names them."""

@@ -1,0 +1,93 @@
+"""`jaxblock sweep`: a plan to results, statistics and a report."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxblock.cli.arguments import Action, Flag, check_arguments, refuse, refuse_flag
+
+VALUED, FLAGS = ("store",), ("dry_run", "retry")
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepCommand:
+    """Run a sweep."""
+
+    plan: Annotated[str | None, tyro.conf.Positional] = None
+    """A TOML file with [sweep], [axes] and the sections of a config. Left out: the plan in --store."""
+    store: str | None = None
+    """The sweep's folder, new or not: what has a result there is not run again. Left out: sweeps/NAME."""
+    dry_run: Flag = False
+    """Print the arms with parameters, FLOPs, estimated time and memory, and write nothing."""
+    retry: Flag = False
+    """Also make the runs again that ended by an error, a dead worker or for want of memory."""
+    json: Flag = False
+    """Print one line of JSON."""
+
+
+def sweep(arguments: Sequence[str]) -> Action:
+    """Run a plan of many trainings and report on them: jaxblock sweep PLAN.toml [--store DIR] [--dry-run]."""
+    from jaxblock.cli.sweep_page import arms, page
+    from jaxblock.sweeps.crew import SweepError
+    from jaxblock.sweeps.plan import read_plan
+    from jaxblock.sweeps.runner import prepare_sweep, run_sweep
+
+    words = [word for word in arguments if word.removeprefix("--").replace("-", "_") not in FLAGS]
+    check_arguments(words, VALUED, positionals=1, refuse=lambda flag: refuse_flag(flag, (*VALUED, *FLAGS)))
+    command = tyro.cli(SweepCommand, prog="jaxblock sweep", description=sweep.__doc__, args=list(arguments))
+    if command.plan is None and command.store is None:
+        raise ValueError("jaxblock sweep needs a plan file, or --store DIR of a sweep that has one")
+    path = Path(command.plan) if command.plan is not None else Path(command.store or "") / "plan.toml"
+    plan = read_plan(path)
+    prepared = prepare_sweep(plan)
+    folder = Path(command.store) if command.store is not None else Path("sweeps") / _plain(plan.sweep.name)
+    _check_folder(folder)
+
+    def act() -> int:
+        if command.dry_run:
+            found = arms(prepared)
+            print(
+                json.dumps({"plan": plan.values(), "arms": found}) if command.json else page(prepared, found)
+            )
+            return 0
+        try:
+            code = run_sweep(prepared, folder, retry=command.retry)
+        except SweepError as error:
+            return refuse(ValueError(str(error)))
+        return _report(folder, code, as_json=command.json)
+
+    return act
+
+
+def _report(folder: Path, code: int, *, as_json: bool) -> int:
+    """Write the report of what is there, and print what it says."""
+    from jaxblock.cli.report import print_report
+
+    if not code:
+        print_report(folder, as_json=as_json)
+    elif as_json:
+        print(json.dumps({"store": str(folder), "status": "interrupted"}))
+    else:
+        print(f"interrupted; go on with: jaxblock sweep --store {folder}")
+    return code
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ValueError for a folder that holds something else than a sweep."""
+    from jaxblock.sweeps.store import FILE, Store
+
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"store is {str(folder)!r}, which is a file; it must be a folder")
+    if (folder / FILE).exists():
+        Store.open(folder).close()
+    elif folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"store is {str(folder)!r}, a folder that holds other things; name a new one")
+
+
+def _plain(name: str) -> str:
+    """Return a name as a file name."""
+    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name).lstrip(".")

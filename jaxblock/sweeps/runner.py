@@ -1,0 +1,179 @@
+"""From a plan to a full store: programs, worker processes, what is done when one dies, wider learning-rate grids.
+
+Killed at any moment, the same call goes on; what has a result is not run again.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import tomli_w
+
+from jaxblock.sweeps.crew import Crew, SweepError
+from jaxblock.sweeps.environment import environment
+from jaxblock.sweeps.extension import wider_runs
+from jaxblock.sweeps.identity import code_fingerprint, program_key, run_id
+from jaxblock.sweeps.plan import Plan, Run
+from jaxblock.sweeps.progress import SweepProgress
+from jaxblock.sweeps.reading import read_sweep
+from jaxblock.sweeps.store import Store
+from jaxblock.sweeps.surveys import Survey, survey
+from jaxblock.training.config_file import build_config
+from jaxblock.training.files import replace_text
+from jaxblock.training.interrupts import Interrupts
+
+POLL_SECONDS = 0.2
+RETRIED = ("error", "killed", "out_of_memory")
+
+
+class Prepared(NamedTuple):
+    """A plan that nothing can refuse any more."""
+
+    plan: Plan
+    runs: tuple[Run, ...]
+    surveys: dict[str, Survey]
+    """What is known of each program before it is run, by its key."""
+
+    def id_of(self, run: Run) -> str:
+        """Return a run's id."""
+        return run_id(run.config, data=self.survey_of(run).data)
+
+    def survey_of(self, run: Run) -> Survey:
+        """Return what is known of a run's program."""
+        return self.surveys[program_key(run.config)]
+
+
+def prepare_sweep(plan: Plan) -> Prepared:
+    """Load the data and trace every model, so that whatever is wrong is said before anything is written.
+
+    Raises:
+      ValueError: the data do not fit a config, or a model cannot be built.
+    """
+    runs, surveys = plan.runs(), {}
+    for run in runs:
+        key = program_key(run.config)
+        if key not in surveys:
+            surveys[key] = survey(run.config)
+    return Prepared(plan, runs, surveys)
+
+
+def run_sweep(prepared: Prepared, folder: Path, *, retry: bool = False) -> int:
+    """Run what has no result yet; return the exit code: 0 done, 130 or 143 interrupted.
+
+    Args:
+      prepared: from `prepare_sweep`.
+      folder: the sweep's, new or not.
+      retry: whether runs that failed (`RETRIED`) are made again.
+
+    Raises:
+      SweepError: another process is running the sweep.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder), contextlib.closing(Store.create(folder)) as store, Interrupts() as interrupts:
+        plan = _save(prepared, store)
+        replace_text(folder / "plan.toml", tomli_w.dumps(prepared.plan.values()))
+        continued = store.reopen()
+        if continued:
+            runs = [run for program in continued for run in program.runs]
+            store.add_event(
+                "resumed", f"the sweep was ended and goes on with {len(runs)} runs in training", runs
+            )
+        if retry:
+            store.forget(RETRIED)
+        for widened in range(prepared.plan.sweep.extend + 1):
+            store.add_programs(_groups(prepared, store, plan))
+            _work(prepared, store, interrupts)
+            if interrupts.signal is not None:
+                store.add_event("interrupted", "the sweep was interrupted")
+                return interrupts.exit_code
+            if widened == prepared.plan.sweep.extend or not _extend(prepared, store, plan):
+                break
+    return 0
+
+
+def _save(prepared: Prepared, store: Store) -> int:
+    """Keep the plan and its runs; return the plan's number."""
+    first = prepared.survey_of(prepared.runs[0])
+    facts = {
+        "environment": environment(code=code_fingerprint(), data=first.data),
+        "tokens_per_step": first.tokens_per_step,
+        "uniform_loss": first.uniform_loss,
+    }
+    plan = store.save_plan(prepared.plan.values(), facts)
+    store.add_runs(plan, [_stored(prepared, run) for run in prepared.runs])
+    return plan
+
+
+def _stored(prepared: Prepared, run: Run) -> tuple[str, dict, dict, dict]:
+    config, model = run.config, run.config.model
+    known = prepared.survey_of(run)
+    about = {
+        "depth": model.depth,
+        "sublayers": model.sublayers,
+        "width": model.width,
+        "residual": model.residual,
+        "initialization": model.initialization,
+        "parametrization": model.parametrization,
+        "learning_rate": config.optimizer.learning_rate,
+        "warmup": config.optimizer.warmup,
+        "seed": config.run.seed,
+        "planned_steps": config.run.steps,
+        "parameters": known.parameters,
+        "flops_per_token": known.flops_per_token,
+    }
+    return prepared.id_of(run), run.axes, config.as_dict(), about
+
+
+def _groups(prepared: Prepared, store: Store, plan: int) -> list[list[str]]:
+    """Return the runs that wait, as programs: equal but for their lanes, at most `sweep.lanes` each."""
+    pending = set(store.pending(plan))
+    groups: dict[str, list[str]] = {}
+    for run, _, config, _ in store.planned(plan):
+        if run in pending:
+            key = program_key(build_config(config))
+            groups.setdefault(key, []).append(run)
+    most = prepared.plan.sweep.lanes
+    return [runs[start : start + most] for runs in groups.values() for start in range(0, len(runs), most)]
+
+
+def _extend(prepared: Prepared, store: Store, plan: int) -> bool:
+    """Add runs where an arm's best learning rate lies at the edge of its grid; return whether there are any."""
+    added = wider_runs(prepared.plan, read_sweep(store.folder).results)
+    for arm in added:
+        stored = [_stored(prepared, run) for run in arm.runs]
+        store.add_runs(plan, stored)
+        store.add_event("grid_extended", arm.sentence, [run[0] for run in stored])
+    return bool(added)
+
+
+def _work(prepared: Prepared, store: Store, interrupts: Interrupts) -> None:
+    """Keep workers at work until no program waits, or a signal comes."""
+    if not store.programs():
+        return
+    with SweepProgress(store) as progress, Crew(store, prepared.plan.sweep, say=progress.say) as crew:
+        while crew.is_at_work() and interrupts.signal is None:
+            time.sleep(POLL_SECONDS)
+            progress.update()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the sweep for this process, where the system has file locks; a kill releases it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(held)
+        raise SweepError(f"the sweep in {str(folder)!r} is being run by another process") from error
+    try:
+        yield
+    finally:
+        os.close(held)

@@ -1,0 +1,287 @@
+"""One worker: claims programs from the store and trains them, chunk by chunk, until none waits.
+
+    python -m jaxblock.sweeps.worker DIR       started by the runner, whose end is its own
+
+It is a process of its own, so that what kills it (memory above all) kills neither the sweep nor its other programs.
+"""
+
+import gc
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxblock.sweeps.identity import program_key
+from jaxblock.sweeps.lanes import Lane, LaneProgram, least_bytes
+from jaxblock.sweeps.outcomes import Outcome, finished, stopped
+from jaxblock.sweeps.plan import SweepConfig
+from jaxblock.sweeps.states import load_state, save_state
+from jaxblock.sweeps.store import STATES, LossRow, Program, Saved, Store
+from jaxblock.training.config import TrainConfig
+from jaxblock.training.config_file import build_config
+from jaxblock.training.host_memory import keep_freed_memory
+from jaxblock.training.prepare import TASKS
+from jaxblock.training.step import StepMetrics, TrainState
+from jaxblock.training.task import Task
+
+
+class TooLargeError(Exception):
+    """A program does not fit in memory."""
+
+
+class Job:
+    """One program being trained."""
+
+    def __init__(self, store: Store, sweep: SweepConfig, program: Program):
+        self.store, self.sweep, self.program = store, sweep, program
+        self.configs = [build_config(store.config(run)) for run in program.runs]
+        self.config: TrainConfig = self.configs[0]
+        self.task: Task = TASKS[self.config.run.task_choice.name](self.config)
+        self.lanes = LaneProgram(self.task, self.config, [Lane.of(config) for config in self.configs])
+        self.steps = self.config.run.steps
+        self.chunk = min(sweep.chunk, self.steps)
+        self.about: dict[str, Any] = dict(program.about)
+        if len({program_key(config) for config in self.configs}) > 1:
+            raise ValueError(f"the runs of program {program.number} differ in more than their lanes may")
+
+    def train(self) -> None:
+        """Train all lanes to the end and keep what was found.
+
+        Raises:
+          TooLargeError: it does not fit in the worker's memory.
+        """
+        limit = memory_limit(self.sweep)
+        self._check_estimate(limit)
+        begin = time.perf_counter()
+        needed = self.lanes.compiled_bytes(self.chunk)
+        self.about |= {
+            "lanes": len(self.configs),
+            "compile_s": time.perf_counter() - begin,
+            "program_bytes": needed,
+        }
+        if needed > limit:
+            raise TooLargeError(_sentence(needed, limit, len(self.configs)))
+        self.store.describe(self.program, self.about)
+        state, done = self._begin()
+        spent = sum(seconds for _, seconds in self.store.chunk_seconds(self.program.number))
+        while done < self.steps and self._alive(state).any():
+            if self.sweep.seconds is not None and spent > self.sweep.seconds:
+                reason = f"stopped after step {done}: it had trained for more than {self.sweep.seconds:g} s"
+                self._fail(Outcome("error", reason), steps=done)
+                return
+            begin, steps, alive = time.perf_counter(), min(self.chunk, self.steps - done), self._alive(state)
+            state, metrics = self.lanes.run(state, done, steps)
+            metrics = jax.device_get(metrics)
+            seconds = time.perf_counter() - begin
+            spent, done = spent + seconds, done + steps
+            name = self._save_state(state, done)
+            self.store.save_chunk(
+                self.program, self._rows(metrics, done, alive), Saved(done, steps, seconds, name)
+            )
+            self._forget_states(but=name)
+        self._finish(state)
+
+    def _check_estimate(self, limit: float) -> None:
+        """Raise TooLargeError for what is known not to fit before anything is compiled."""
+        needed = least_bytes(self.task, self.config) * len(self.configs)
+        if needed > limit:
+            raise TooLargeError(_sentence(needed, limit, len(self.configs)))
+
+    def _begin(self) -> tuple[TrainState, int]:
+        """Return the saved state and its step, or the first state, whose profiles are then kept."""
+        if self.program.file is not None:
+            state = load_state(self.store.folder / STATES / self.program.file, self.lanes.like())
+            if state is not None:
+                return jax.tree.map(jax.numpy.asarray, state), self.program.step
+            sentence = f"the saved state {self.program.file} is missing or damaged; its runs start again"
+            self.store.add_event("error", sentence, self.program.runs)
+        state = self.lanes.first_state()
+        self._save_profiles("start", state)
+        return state, 0
+
+    def _alive(self, state: TrainState) -> np.ndarray:
+        """Return which lanes their guards have not stopped, [lanes]."""
+        return np.asarray(state.guard.alarm) == 0
+
+    def _save_state(self, state: TrainState, done: int) -> str:
+        """Write the state after `done` steps; return its file's name."""
+        name = f"{self.program.number}-{done}.npz"
+        save_state(self.store.folder / STATES / name, state)
+        return name
+
+    def _forget_states(self, *, but: str = "") -> None:
+        """Remove the program's saved states, all but one."""
+        for file in (self.store.folder / STATES).glob(f"{self.program.number}-*.npz"):
+            if file.name != but:
+                file.unlink(missing_ok=True)
+
+    def _rows(self, metrics: StepMetrics, done: int, alive: np.ndarray) -> list[LossRow]:
+        """Return the rows of a chunk: every lane's steps up to the first one that changed nothing."""
+        rows, steps = [], metrics.loss.shape[0]
+        for lane, run in enumerate(self.program.runs):
+            if not alive[lane]:
+                continue
+            for index in range(steps):
+                loss, norm = float(metrics.loss[index, lane]), float(metrics.gradient_norm[index, lane])
+                rows.append((run, done - steps + 1 + index, _finite(loss), _finite(norm)))
+                if metrics.alarm[index, lane]:
+                    break
+        return rows
+
+    def _finish(self, state: TrainState) -> None:
+        """Evaluate every lane and keep the results."""
+        self._save_profiles("end", state)
+        scores = self.lanes.scores(state.params)
+        results = {}
+        for lane, (run, config) in enumerate(zip(self.program.runs, self.configs, strict=True)):
+            rows = self.store.losses(run)
+            made = int(state.step[lane])
+            nats, weight = scores.nats[:, lane].astype(float), scores.weight[:, lane].astype(float)
+            whole = made == config.run.steps
+            val_loss = float(nats.sum() / weight.sum())
+            if whole:
+                losses = [_number(loss) for _, loss, _ in rows]
+                outcome = finished(losses, val_loss=val_loss, uniform=uniform_loss(self.task, config))
+            else:
+                step, loss, norm = rows[-1]
+                outcome = stopped(step, loss=_number(loss), gradient_norm=_number(norm))
+            results[run] = {
+                "outcome": outcome.name,
+                "reason": outcome.reason,
+                "steps": made,
+                "val_loss": _finite(val_loss) if whole else None,
+                "val_losses": [_finite(x) for x in nats / np.maximum(weight, 1)] if whole else [],
+                "val_weights": weight.tolist() if whole else [],
+                "program": self.program.number,
+            }
+        self.store.finish(self.program, results)
+        self._forget_states()
+
+    def _fail(self, outcome: Outcome, *, steps: int) -> None:
+        fail(self.store, self.program, outcome, steps=steps)
+
+    def _save_profiles(self, moment: str, state: TrainState) -> None:
+        """Keep every lane's profile."""
+        found = self.lanes.profile(state.params)
+        profiles = {
+            run: {
+                "stream": [_finite(float(x)) for x in found.stream[lane]],
+                "branches": [_finite(float(x)) for x in found.branches[lane]],
+                "logits": _finite(float(found.logits[lane])),
+            }
+            for lane, run in enumerate(self.program.runs)
+        }
+        self.store.save_profiles(moment, profiles)
+
+
+def fail(store: Store, program: Program, outcome: Outcome, *, steps: int) -> None:
+    """Give every run of a program the same outcome, without a loss."""
+    result = {
+        "outcome": outcome.name,
+        "reason": outcome.reason,
+        "steps": steps,
+        "val_loss": None,
+        "val_losses": [],
+        "val_weights": [],
+        "program": program.number,
+    }
+    store.finish(program, dict.fromkeys(program.runs, result))
+
+
+def uniform_loss(task: Task, config: TrainConfig) -> float:
+    """Return the loss of guessing every token (every class) alike."""
+    classes = task.facts.get("classes")
+    return float(np.log(len(classes) if classes else config.model.vocab_size))
+
+
+def memory_limit(sweep: SweepConfig) -> float:
+    """Return the bytes one worker may use."""
+    if sweep.memory_gib is not None:
+        return sweep.memory_gib * 2**30 / sweep.workers
+    available = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    if available is None:  # a CPU has no limit of its own
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 0.8 * available / sweep.workers
+
+
+def work(folder: Path) -> None:
+    """Train programs until none waits."""
+    store = Store.open(folder)
+    _, plan, _ = store.newest_plan()
+    sweep = SweepConfig.model_validate(plan["sweep"])
+    keep_freed_memory()
+    while (program := store.claim(os.getpid())) is not None:
+        try:
+            Job(store, sweep, program).train()
+        except TooLargeError as error:
+            _answer_too_large(store, program, str(error))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                _answer_error(store, sweep, program, error)
+            else:
+                _answer_too_large(store, program, f"memory ran out: {_first_line(error)}")
+        except MemoryError as error:
+            _answer_too_large(store, program, f"memory ran out: {_first_line(error)}")
+        except Exception as error:
+            _answer_error(store, sweep, program, error)
+        jax.clear_caches()  # or every depth's programs would stay
+        gc.collect()
+
+
+def _answer_too_large(store: Store, program: Program, sentence: str) -> None:
+    """Halve a program, or say that its one run does not fit."""
+    if len(program.runs) == 1:
+        fail(store, program, Outcome("out_of_memory", sentence), steps=0)
+    else:
+        store.halve(program, f"program {program.number}: {sentence}; halved")
+
+
+def _answer_error(store: Store, sweep: SweepConfig, program: Program, error: Exception) -> None:
+    """Try a failed program again, or give it up."""
+    sentence = f"{type(error).__name__}: {_first_line(error)}"
+    if program.tries < sweep.attempts:
+        store.add_event(
+            "error", f"program {program.number} failed and is tried again: {sentence}", program.runs
+        )
+        store.release(program)
+    else:
+        store.add_event("error", f"program {program.number} failed: {sentence}", program.runs)
+        fail(store, program, Outcome("error", sentence), steps=program.step)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0][:300]
+
+
+def _sentence(needed: float, limit: float, lanes: int) -> str:
+    runs = "one run needs" if lanes == 1 else f"{lanes} runs at once need"
+    return f"{runs} at least {needed / 2**30:,.2f} GiB and a worker has {limit / 2**30:,.2f} GiB"
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _end_with_the_runner() -> None:
+    """End this process when the runner, which holds the other end of stdin, is gone."""
+
+    def watch() -> None:
+        while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    _end_with_the_runner()
+    work(Path(sys.argv[1]))

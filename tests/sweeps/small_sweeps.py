@@ -1,0 +1,44 @@
+"""Plans small enough to run in seconds, shared by the tests of the sweeps."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from jaxblock.sweeps.plan import Plan, build_plan
+
+VALUES: dict[str, Any] = {
+    "sweep": {"name": "small", "chunk": 4, "extend": 0},
+    "axes": {"optimizer.learning_rate": [1e-3, 1e-2], "run.seed": [0, 1]},
+    "run": {"steps": 8},
+    "model": {
+        "vocab_size": 256,
+        "context": 8,
+        "depth": 1,
+        "width": 8,
+        "heads": 1,
+        "hidden": 8,
+        "bias": False,
+    },
+    "data": {"batch": 2, "validation_tokens": 64},
+}
+
+
+def text_file(folder: Path) -> Path:
+    """A text of 2,600 bytes, so that no test reads the standard library."""
+    path = folder / "text.txt"
+    path.write_bytes(b"".join(bytes([97 + (7 * i * i + i // 3) % 26]) for i in range(2600)))
+    return path
+
+
+def values(folder: Path, **changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan's values with entries of some sections changed (None takes one out) and axes replaced."""
+    found = copy.deepcopy(VALUES)
+    found["data"]["path"] = str(text_file(folder))
+    for section, entries in changes.items():
+        merged = {**({} if section == "axes" else found.get(section, {})), **entries}
+        found[section] = {name: value for name, value in merged.items() if value is not None}
+    return found
+
+
+def plan(folder: Path, **changes: dict[str, Any]) -> Plan:
+    return build_plan(values(folder, **changes))
