@@ -53,7 +53,7 @@ def _next_rate(runs: Sequence[Result]) -> float | None:
         return _rounded(rates[0] * rates[0] / rates[1])
     if refusal.side == "right":
         return _rounded(rates[-1] * rates[-1] / rates[-2])
-    if refusal.side == "between":
+    if refusal.side == "between" or (refusal.rule == "few_rates" and grid.wall.any()):
         holds = [rate for rate, wall in zip(grid.rates_R, grid.wall, strict=True) if not wall]
         fails = [rate for rate in grid.rates_R if rate > max(holds)]
         return _rounded(math.sqrt(max(holds) * min(fails))) if fails else None
