@@ -22,6 +22,11 @@ POSITIONS: Mapping[str, Mapping[str, Any]] = {
     "alibi": {},
 }
 INITIALIZATIONS: Mapping[str, Mapping[str, Any]] = {"plain": {}, "gpt2": {"std": 0.02}, "zero_output": {}}
+PARAMETRIZATIONS: Mapping[str, Mapping[str, Any]] = {
+    "standard": {},
+    "depth_mup": {"base_depth": int, "scale_epsilon": True},
+    "complete_p": {"base_depth": int, "base_width": int, "alpha": 1.0, "scale_epsilon": True},
+}
 REMAT_POLICIES = ("none", "full", "dots", "branch_out")
 
 
@@ -56,10 +61,10 @@ def parse_choice(field: str, text: str) -> Choice:
 
 
 def check_options(field: str, choice: Choice, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `defaults` overridden by the choice's options.
+    """Return `defaults` overridden by the choice's options; a default that is a type has to be overridden.
 
     Raises:
-      ValueError: an option the member does not have, or of another type than its default.
+      ValueError: an option the member does not have, of another type than its default, or left out without one.
     """
     for option, value in choice.options.items():
         if option not in defaults:
@@ -67,13 +72,20 @@ def check_options(field: str, choice: Choice, defaults: Mapping[str, Any]) -> di
             raise ValueError(
                 f"{field}: {choice.name!r} has no option {option!r}; its options: {known}{nearest(option, defaults)}"
             )
-        wanted = type(defaults[option])
+        default = defaults[option]
+        wanted = default if isinstance(default, type) else type(default)
         fits = isinstance(value, wanted) or (wanted is float and isinstance(value, int))
         if not fits or (isinstance(value, bool) and wanted is not bool):
             raise ValueError(
                 f"{field}: option {option!r} of {choice.name!r} is {value!r}; it must be of type {wanted.__name__}"
             )
-    return {**defaults, **choice.options}
+    found = {**defaults, **choice.options}
+    missing = [f"{option} ({kind.__name__})" for option, kind in found.items() if isinstance(kind, type)]
+    if missing:
+        raise ValueError(
+            f"{field}: {choice.name!r} must be given {' and '.join(missing)}; there is no default"
+        )
+    return found
 
 
 def resolve(field: str, text: str, members: Mapping[str, Mapping[str, Any]]) -> Choice:
@@ -135,6 +147,11 @@ class ModelConfig:
     """Dropout rate of each branch's output, before it is added."""
     initialization: str = "plain"
     """plain (1/sqrt(fan_in)), gpt2(std=0.02) with outputs divided by sqrt(2 depth), or zero_output."""
+    parametrization: str = "standard"
+    """standard; or complete_p(base_depth=8, base_width=256, alpha=1.0) or depth_mup(base_depth=8): branches, logits,
+    learning rates, decay and, unless scale_epsilon=False, AdamW's epsilon are scaled by depth / base_depth and
+    width / base_width, so that the learning rate tuned for the base serves this model. To keep as width grows:
+    width / heads, the size of a head, and hidden / width."""
     param_dtype: str = "float32"
     """Type of the parameters."""
     dtype: str = "float32"
@@ -191,6 +208,7 @@ class ModelConfig:
         initialization = resolve("model.initialization", self.initialization, INITIALIZATIONS)
         if initialization.name == "gpt2":
             check_number("model.initialization: std", initialization.options["std"], above=0.0)
+        self._check_parametrization()
         positions = resolve("model.positions", self.positions, POSITIONS)
         if positions.name == "rope":
             check_choice(
@@ -204,6 +222,20 @@ class ModelConfig:
         if positions.name == "sinusoidal" and self.width % 2:
             raise ValueError(
                 f"model.positions is sinusoidal, which needs an even width; model.width is {self.width}"
+            )
+
+    def _check_parametrization(self) -> None:
+        name, options = self.parametrization_choice
+        for base in ("base_depth", "base_width"):
+            if base in options:
+                check_integer(f"model.parametrization: {base}", options[base], least=1)
+        if "alpha" in options:
+            check_number("model.parametrization: alpha", options["alpha"], least=0.0, most=1.0)
+        if name != "standard" and self.initialization_choice.name == "gpt2":
+            raise ValueError(
+                f"model.parametrization is {self.parametrization!r} and model.initialization is "
+                f"{self.initialization!r}, which divides what is written to the stream by sqrt(2 depth) already: depth "
+                "would count twice; the initialization must be plain or zero_output"
             )
 
     @property
@@ -247,6 +279,11 @@ class ModelConfig:
     def initialization_choice(self) -> Choice:
         """`initialization`, parsed, with its defaults filled in."""
         return resolve("model.initialization", self.initialization, INITIALIZATIONS)
+
+    @property
+    def parametrization_choice(self) -> Choice:
+        """`parametrization`, parsed, with its defaults filled in."""
+        return resolve("model.parametrization", self.parametrization, PARAMETRIZATIONS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxblock import Decoder, ExecutionConfig
+from jaxblock.functional import Scaling
 from jaxblock.training.batches import Batch
 from jaxblock.training.config import (
     DataConfig,
@@ -91,6 +92,7 @@ class Bigram:
     """logits = E[x] K: a model whose gradient can be written down. E is a table, K a head's kernel."""
 
     labels = ()
+    scaling = Scaling()
 
     def project(self, params):
         return params

@@ -22,6 +22,7 @@ from jaxblock.functional.losses import (
 )
 from jaxblock.functional.masks import AttentionPattern, visibility
 from jaxblock.functional.norms import layer_norm, rms_norm
+from jaxblock.functional.parametrization import Scaling, complete_p
 from jaxblock.functional.pooling import first_real, last_real, masked_mean
 from jaxblock.functional.positions import alibi_slopes, apply_rotary, learned, rotary_angles, sinusoidal
 from jaxblock.functional.residual import branch_norm, no_residual, peri_norm, post_norm, pre_norm
@@ -37,11 +38,13 @@ __all__ = [
     "GatedWeights",
     "LossOptions",
     "SamplingRule",
+    "Scaling",
     "ScoreRule",
     "alibi_slopes",
     "apply_rotary",
     "attention",
     "branch_norm",
+    "complete_p",
     "cross_entropy",
     "dense",
     "dropout",

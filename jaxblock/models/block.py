@@ -2,6 +2,8 @@
 
 serial      x = connect(x, attention);  x = connect(x, feed_forward)
 parallel    x = connect(x, attention + feed_forward)
+
+Where the config's parametrization scales by depth, each branch is so many times attention or feed-forward.
 """
 
 import dataclasses
@@ -13,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxblock.config import ExecutionConfig, ModelConfig
-from jaxblock.modules import Attention, AttentionInputs, Dropout, FeedForward
+from jaxblock.functional.parametrization import scaled
+from jaxblock.modules import Attention, AttentionInputs, Dropout, FeedForward, scaling
 from jaxblock.modules.intermediates import record
 from jaxblock.residual import Topology, check_same_stream, residual
 from jaxblock.types import Array, Branch, Stream
@@ -82,9 +85,10 @@ class Block(nn.Module):
 
     def _connect(self, stream: Stream, name: str, branch_name: str, branch: Branch) -> Stream:
         """Run one sublayer."""
+        factor = scaling(self.config).branch
 
         def recorded(h: Array) -> Array:
-            y = branch(h)
+            y = scaled(branch(h), factor)
             record(self, f"{branch_name}_in", h)
             record(self, f"{branch_name}_out", y)
             return y

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from jaxblock.contracts import check_choice, check_integer
 from jaxblock.functional.dense import logits
+from jaxblock.functional.parametrization import scaled
 from jaxblock.functional.pooling import first_real, last_real, masked_mean
 from jaxblock.models.trunk import Trunk
-from jaxblock.modules import Kernel
+from jaxblock.modules import Kernel, scaling
 from jaxblock.types import Array, Params
 
 POOLINGS: Mapping[str, Callable[[Array, Array], Array]] = {
@@ -73,8 +74,10 @@ class Classifier(Trunk, kw_only=True):
         if valid_BT is None:
             valid_BT = jnp.ones(tokens_BT.shape, jnp.bool_)
         x_BD = POOLINGS[self.pooling](x_BTD, valid_BT)
-        kernel, bias = Kernel(self.config, "head", (self.config.width, self.classes), name="classifier")()
-        y_BC = logits(x_BD, kernel)
+        config, factors = self.config, scaling(self.config)
+        gain = lambda role: factors.table_gain  # noqa: E731
+        kernel, bias = Kernel(config, "head", (config.width, self.classes), gain=gain, name="classifier")()
+        y_BC = scaled(logits(x_BD, kernel), factors.logits)
         return y_BC if bias is None else y_BC + bias.astype(y_BC.dtype)[None]
 
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 
 from jaxblock.config import ModelConfig
 from jaxblock.functional.dense import logits
+from jaxblock.functional.parametrization import scaled
 from jaxblock.functional.segments import segment_positions
 from jaxblock.models.cache import Cache, plan_call, read_cache, write_cache
 from jaxblock.models.trunk import Trunk
-from jaxblock.modules import AttentionInputs
+from jaxblock.modules import AttentionInputs, scaling
 from jaxblock.modules.kernel import kernel_init
 from jaxblock.types import Array
 
@@ -92,7 +93,8 @@ class Head(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:
         """Return float32 logits, [B, T, D] -> [B, T, V]."""
-        config = self.config
+        config, factors = self.config, scaling(self.config)
         shape = (config.width, config.padded_vocab_size)
-        init = kernel_init(config, "head", fan_in=config.width)
-        return logits(x_BTD, self.param("kernel", init, shape, jnp.dtype(config.param_dtype)))
+        init = kernel_init(config, "head", fan_in=config.width, gain=factors.table_gain)
+        kernel_DV = self.param("kernel", init, shape, jnp.dtype(config.param_dtype))
+        return scaled(logits(x_BTD, kernel_DV), factors.logits)

@@ -10,15 +10,16 @@ import jax.numpy as jnp
 from jaxblock import axes
 from jaxblock.config import ExecutionConfig, ModelConfig
 from jaxblock.functional.masks import AttentionPattern, check_pattern
+from jaxblock.functional.parametrization import Scaling
 from jaxblock.functional.positions import rotary_angles
 from jaxblock.functional.segments import segment_positions
 from jaxblock.models.block import Block, layer_inputs
 from jaxblock.models.stack import StackInputs, init_blocks, run_blocks
-from jaxblock.modules import AttentionInputs, Embedding, Norm, PositionTable
+from jaxblock.modules import AttentionInputs, Embedding, Norm, PositionTable, scaling
 from jaxblock.modules.attention import WRITTEN
 from jaxblock.modules.intermediates import COLLECTION as INTERMEDIATES
 from jaxblock.modules.intermediates import record
-from jaxblock.residual import STREAM_AXES, Topology, topology
+from jaxblock.residual import STREAM_AXES, Topology, check_depth_rules, topology
 from jaxblock.types import Array, Params
 
 
@@ -73,19 +74,24 @@ class Trunk(nn.Module):
     @property
     def connections(self) -> Topology:
         """The residual topology of the stack."""
-        if self.topology is None:
-            return topology(self.config.residual)
-        if not isinstance(self.topology, Topology):
+        found = topology(self.config.residual) if self.topology is None else self.topology
+        if not isinstance(found, Topology):
             raise TypeError(
-                f"topology is {self.topology!r}; it must be a jaxblock.residual.Topology (a function that makes one "
-                "is to be called, a connection to be put into one)"
+                f"topology is {found!r}; it must be a jaxblock.residual.Topology (a function that makes one is to be "
+                "called, a connection to be put into one)"
             )
-        return self.topology
+        check_depth_rules(self.config, found)
+        return found
 
     @property
     def labels(self) -> tuple[axes.Label, ...]:
         """What an optimizer should do differently with some of the parameters."""
         return self.connections.labels
+
+    @property
+    def scaling(self) -> Scaling:
+        """Factors that depth and width put on learning rates, weight decay and Adam's epsilon, by kind of parameter."""
+        return scaling(self.config)
 
     def project(self, params: Params) -> Params:
         """Return the parameters as the topology wants them after an optimizer step; most want nothing."""

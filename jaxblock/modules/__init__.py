@@ -6,6 +6,7 @@ from jaxblock.modules.embedding import Embedding, PositionTable
 from jaxblock.modules.feed_forward import FeedForward
 from jaxblock.modules.kernel import Kernel
 from jaxblock.modules.norm import Norm
+from jaxblock.modules.parametrization import scaling
 
 __all__ = [
     "Attention",
@@ -16,4 +17,5 @@ __all__ = [
     "Kernel",
     "Norm",
     "PositionTable",
+    "scaling",
 ]

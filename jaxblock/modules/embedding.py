@@ -5,8 +5,10 @@ import jax.numpy as jnp
 
 from jaxblock.config import ModelConfig
 from jaxblock.functional.dense import embed, unembed
+from jaxblock.functional.parametrization import scaled
 from jaxblock.functional.positions import learned, sinusoidal
 from jaxblock.modules.kernel import kernel_init
+from jaxblock.modules.parametrization import scaling
 from jaxblock.types import Array
 
 
@@ -18,7 +20,8 @@ class Embedding(nn.Module):
     def setup(self) -> None:
         """Declare the table; its fan-in is D, as the head's is."""
         shape = (self.config.padded_vocab_size, self.config.width)
-        init = kernel_init(self.config, "embedding", fan_in=self.config.width)
+        gain = scaling(self.config).table_gain
+        init = kernel_init(self.config, "embedding", fan_in=self.config.width, gain=gain)
         self.table = self.param("table", init, shape, jnp.dtype(self.config.param_dtype))
 
     def __call__(self, tokens_BT: Array) -> Array:
@@ -31,7 +34,7 @@ class Embedding(nn.Module):
 
     def attend(self, x_BTD: Array) -> Array:
         """Return float32 logits against the table, [B, T, D] -> [B, T, V]."""
-        return unembed(x_BTD, self.table)
+        return scaled(unembed(x_BTD, self.table), scaling(self.config).logits)
 
 
 class PositionTable(nn.Module):
@@ -54,7 +57,8 @@ class PositionTable(nn.Module):
         if config.position_choice.name == "sinusoidal":
             table = sinusoidal(max(config.context, limit or positions_BT.shape[-1]), config.width)
         else:
-            init = kernel_init(config, "position", fan_in=config.width)
+            gain = scaling(config).table_gain
+            init = kernel_init(config, "position", fan_in=config.width, gain=gain)
             shape = (config.context, config.width)
             table = self.param("table", init, shape, jnp.dtype(config.param_dtype))
         if limit is not None:  # as single positions: padding may make the row longer than the table

@@ -110,6 +110,7 @@ The fields, the first three required:
   mixing(config) -> [S + 1, S + 1]  the depth-mixing matrix at initial values
   zero_branch(config, x) -> x       the closed stream when branches return 0; left out, the embedding
   no_gradient                       tuple of `NoGradient(pattern, block, reason)`
+  scale_free = False                True where it normalizes the branch's output: a factor on f changes nothing
 
 What a topology declares is tested by running it: `tests/residual/battery.py` takes any topology, and says in a
 sentence what is wrong. A line in `jaxblock.residual.registry` gives it the name by which a config asks for it.
@@ -200,3 +201,5 @@ class Topology:
     out, the embedding itself."""
     no_gradient: tuple[NoGradient, ...] = ()
     """Declared: which of its parameters legitimately never get a gradient, and why."""
+    scale_free: bool = False
+    """Declared: whether what it writes is the same for f and for 2 f, because it normalizes the branch's output."""

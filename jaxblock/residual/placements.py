@@ -127,6 +127,7 @@ def peri_norm() -> Topology:
         "arXiv 2502.02732",
         parameters=_norms(2, final=True),
         mixing=additive_mixing,
+        scale_free=True,
     )
 
 
@@ -138,6 +139,7 @@ def branch_norm() -> Topology:
         "arXiv 2501.00656",
         parameters=_norms(1, final=True),
         mixing=additive_mixing,
+        scale_free=True,
     )
 
 

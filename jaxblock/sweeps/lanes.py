@@ -57,9 +57,11 @@ class LaneProgram:
         self._keys: Keys = jax.tree.map(
             lambda *keys: jnp.stack(keys), *(run_keys(lane.seed) for lane in self.lanes)
         )
+        steps = config.run.steps
         self._tuned = Tuned(
             jnp.asarray([lane.learning_rate for lane in self.lanes], jnp.float32),
-            jnp.asarray([lane.warmup for lane in self.lanes], jnp.float32),
+            # As a whole number of updates: a traced fraction would round a tie in float32.
+            jnp.asarray([round(lane.warmup * steps) / steps for lane in self.lanes], jnp.float32),
         )
         self._batches = {seed: task.batches(seed) for seed in {lane.seed for lane in self.lanes}}
         self._chunks: dict[int, jax.stages.Compiled] = {}

@@ -143,7 +143,10 @@ def _facts(prepared: Prepared, val_loss: float | None) -> dict[str, Any]:
 def _opening(prepared: Prepared, begun: _Begun, parameters: int, baseline: Baseline) -> Iterator[str]:
     """Yield the lines a run starts with."""
     yield from prepared.task.words
-    table = optimizer_table(prepared.config.optimizer, begun.state.params, prepared.task.model.labels)
+    model = prepared.task.model
+    table = optimizer_table(
+        prepared.config.optimizer, begun.state.params, model.labels, scaling=model.scaling
+    )
     yield from table.split("\n")
     yield f"{parameters:,} parameters; to beat: {baseline.words}, {baseline.loss:.4f} nats per target"
     yield from begun.notes

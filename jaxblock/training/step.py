@@ -16,7 +16,7 @@ from jaxblock.functional.losses import CrossEntropy
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.guard import GOOD, Guard, judge, open_guard, remember
 from jaxblock.training.objectives import Loss, training_loss
-from jaxblock.training.optimizer import learning_rate_schedule, make_optimizer
+from jaxblock.training.optimizer import Tuned, learning_rate_schedule, make_optimizer
 from jaxblock.types import Array, Params
 
 
@@ -61,7 +61,7 @@ Step = Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics]]
 
 def first_state(model: Any, config: TrainConfig, params: Params) -> TrainState:
     """Return the state before the first step for given parameters."""
-    moments = make_optimizer(config.optimizer, model.labels).init(params)
+    moments = make_optimizer(config.optimizer, model.labels, scaling=model.scaling).init(params)
     average = None
     if config.optimizer.average:
         average = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
@@ -69,18 +69,21 @@ def first_state(model: Any, config: TrainConfig, params: Params) -> TrainState:
     return TrainState(step, skipped, params, moments, average, open_guard(config.guard))
 
 
-def make_step(model: Any, config: TrainConfig, loss: Loss | None = None) -> Step:
+def make_step(
+    model: Any, config: TrainConfig, loss: Loss | None = None, *, tuned: Tuned | None = None
+) -> Step:
     """Return the step `(state, batch, key) -> (state, metrics)`; jit it with the state donated.
 
     `key` is the run's: each step folds its number in, so no two steps drop the same entries.
 
     Args:
-      model: what is trained; its `labels` and `project` are read.
+      model: what is trained; its `labels`, `scaling` and `project` are read.
       config: the run.
       loss: of a batch; left out, the next-token loss of `model`.
+      tuned: peak learning rate and warm-up in place of the config's; traced or vmapped, one program has many.
     """
-    optimizer = make_optimizer(config.optimizer, model.labels)
-    schedule = learning_rate_schedule(config.optimizer, config.run.steps)
+    optimizer = make_optimizer(config.optimizer, model.labels, scaling=model.scaling)
+    schedule = learning_rate_schedule(config.optimizer, config.run.steps, tuned=tuned)
     loss = loss or training_loss(model, config)
 
     def step(state: TrainState, batch: Any, key: Array) -> tuple[TrainState, StepMetrics]:

@@ -48,6 +48,7 @@ def finish_run(
         **task.facts,
         "sublayers": config.model.sublayers,
         "initialization": config.model.initialization,
+        "parametrization": config.model.parametrization,
         "versions": versions(),
     }
     folder.write_summary(summary)

@@ -207,6 +207,24 @@ def check_zero_branch(entry: Entry) -> None:
         )
 
 
+def check_scale_free(entry: Entry) -> None:
+    """Branches twice as large change the closed stream, unless it is declared that they do not."""
+    model_config = config(**PLAIN, norm_epsilon=1e-12)
+    x, given = draw(2, 3, 8), draw(model_config.sublayers, 8, seed=1)
+    model = GivenModel(model_config, entry.topology, given_branch)
+    variables = jax.jit(model.init)(jax.random.key(0), x, given)
+    rng = np.random.default_rng(1)  # off their start: a factor of 0 would hide what it multiplies
+    variables = jax.tree.map(
+        lambda x: x + jnp.asarray(rng.normal(scale=0.3, size=x.shape), x.dtype), variables
+    )
+    run = jax.jit(lambda given: model.apply(variables, x, given)[0])
+    same = bool(jnp.allclose(run(given), run(2.0 * given), rtol=1e-4, atol=1e-5))
+    assert same == entry.topology.scale_free, (
+        f"{entry}: branches twice as large {'leave the closed stream as it was' if same else 'change it'}, and it "
+        f"declares scale_free = {entry.topology.scale_free}"
+    )
+
+
 def measured_mixing(entry: Entry, model_config: ModelConfig) -> np.ndarray:
     """Return the depth-mixing matrix [S + 1, S + 1].
 
@@ -402,6 +420,7 @@ CHECKS: dict[str, Callable[[Entry], None]] = {
     "jit_equals_eager": check_jit_equals_eager,
     "vmap_equals_each_alone": check_vmap_equals_each_alone,
     "reduces_to": check_reduces_to,
+    "scale_free": check_scale_free,
     "every_leaf_learns": check_every_leaf_learns,
     "memory_is_linear": check_memory_is_linear,
     "finite_in_bfloat16_at_100_blocks": check_finite_in_bfloat16_at_100_blocks,

@@ -30,6 +30,8 @@ VARIANTS = (
 NAMES = tuple(dict.fromkeys((*REPRESENTATIVE, *REGISTRY, *VARIANTS)))
 ALSO_BY_DEFAULT = {
     "post_norm": ("every_leaf_learns",),
+    "peri_norm": ("scale_free",),
+    "branch_norm": ("scale_free",),
     "block_attention_residual(sublayers=4)": ("memory_is_linear",),
 }
 SHOWN_BY_ANOTHER = {
@@ -40,8 +42,9 @@ SHOWN_BY_ANOTHER = {
         "vmap_equals_each_alone",
         "one_block",
         "finite_in_bfloat16_at_100_blocks",
+        "scale_free",
     ),
-    "attention_residual": ("jit_equals_eager", "plain_derivative_equals_reverse"),
+    "attention_residual": ("jit_equals_eager", "plain_derivative_equals_reverse", "scale_free"),
 }
 """Checks of a representative whose code another one's default run goes through as well: compiling is what is slow."""
 ONLY_HISTORIES = ("plain_derivative_equals_reverse", "memory_is_linear")

@@ -5,7 +5,7 @@ from typing import Any
 import pydantic
 
 from jaxblock.config import ExecutionConfig, ModelConfig
-from jaxblock.residual import topology
+from jaxblock.residual import check_depth_rules, topology
 from jaxblock.training.config.learning import (
     ALGORITHMS,
     SCHEDULES,
@@ -70,7 +70,13 @@ class TrainConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "TrainConfig":
-        topology(self.model.residual)
+        check_depth_rules(self.model, topology(self.model.residual))
+        parametrization, algorithm = self.model.parametrization, self.optimizer.algorithm_choice.name
+        if self.model.parametrization_choice.name != "standard" and algorithm != "adamw":
+            raise ValueError(
+                f"optimizer.algorithm is {self.optimizer.algorithm!r} and model.parametrization is "
+                f"{parametrization!r}, whose rules are AdamW's; the algorithm must be adamw"
+            )
         return self
 
     def values(self) -> dict[str, Any]:

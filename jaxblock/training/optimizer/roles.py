@@ -8,6 +8,7 @@ import jax
 
 from jaxblock import axes
 from jaxblock.axes import Label
+from jaxblock.functional.parametrization import Scaling
 from jaxblock.training.config import OptimizerConfig
 from jaxblock.types import Params
 
@@ -41,6 +42,8 @@ MATRICES: Mapping[str, MatrixAxes] = {
 """Every role whose parameters are matrices; Adafactor factors the second moments of these and no others."""
 DECAYED_ROLES = frozenset({*HIDDEN_KERNELS, "head"})
 """Dense kernels decay; norms, biases, tables and whatever a residual connection declares do not."""
+UNSCALED = Scaling()
+"""The factors of a model at its base, or without one: all 1."""
 
 
 def depth_axes(params: Params) -> Params:
@@ -59,10 +62,28 @@ def decay_mask(params: Params, labels: Sequence[Label] = ()) -> Params:
     return jax.tree.map(decays, axes.roles(params), axes.labelled(params, labels))
 
 
-def rate_factors(
-    params: Params, labels: Sequence[Label] = (), *, role_rates: Mapping[str, float] | None = None
+def decay_rates(
+    params: Params, labels: Sequence[Label] = (), *, weight_decay: float, scaling: Scaling = UNSCALED
 ) -> Params:
-    """Return a tree of floats: each parameter's own factor on the learning rate, its role's times its label's.
+    """Return a tree of floats: each parameter's weight decay, 0 where it has none."""
+
+    def rate(role: str, depth: int, decayed: int) -> float:
+        factor = scaling.hidden_decay if depth and role in HIDDEN_KERNELS else 1.0
+        return weight_decay * factor * decayed
+
+    return jax.tree.map(rate, axes.roles(params), depth_axes(params), decay_mask(params, labels))
+
+
+def rate_factors(
+    params: Params,
+    labels: Sequence[Label] = (),
+    *,
+    role_rates: Mapping[str, float] | None = None,
+    scaling: Scaling = UNSCALED,
+) -> Params:
+    """Return a tree of floats: each parameter's own factor on the learning rate.
+
+    It is its role's, times its label's, times what depth and width put on it.
 
     Raises:
       ValueError: `role_rates` names a role that no parameter has, or a label matches none.
@@ -77,10 +98,13 @@ def rate_factors(
                 f"its roles: {', '.join(sorted(present))}"
             )
 
-    def factor(role: str, label: Label | None) -> float:
-        return rates.get(role, 1.0) * (1.0 if label is None else label.learning_rate)
+    def factor(role: str, depth: int, label: Label | None) -> float:
+        own = rates.get(role, 1.0) * (1.0 if label is None else label.learning_rate)
+        if not depth:
+            return own
+        return own * (scaling.hidden_rate if role in HIDDEN_KERNELS else scaling.vector_rate)
 
-    return jax.tree.map(factor, roles, axes.labelled(params, labels))
+    return jax.tree.map(factor, roles, depth_axes(params), axes.labelled(params, labels))
 
 
 def decay_table(params: Params, labels: Sequence[Label] = ()) -> str:
@@ -92,16 +116,25 @@ def decay_table(params: Params, labels: Sequence[Label] = ()) -> str:
     )
 
 
-def optimizer_table(config: OptimizerConfig, params: Params, labels: Sequence[Label] = ()) -> str:
+def optimizer_table(
+    config: OptimizerConfig, params: Params, labels: Sequence[Label] = (), *, scaling: Scaling = UNSCALED
+) -> str:
     """Return what is done by role, with numbers of parameters: the lines a run's log opens with.
 
-    The decay table; the factors on the learning rate, where one is not 1; with Muon, what is orthogonalised and what
-    AdamW moves.
+    The decay table; the factors on the learning rate, where one is not 1, then those that depth and width put on
+    weight decay and epsilon; with Muon, what is orthogonalised and what AdamW moves.
     """
     lines = [decay_table(params, labels)]
-    factors = jax.tree.leaves(rate_factors(params, labels, role_rates=config.role_rates))
+    factors = jax.tree.leaves(rate_factors(params, labels, role_rates=config.role_rates, scaling=scaling))
     for factor in sorted(set(factors) - {1.0}):
         lines.append(f"learning rate times {factor:g} on: {_listed(params, [f == factor for f in factors])}")
+    if scaling.hidden_decay != 1.0:
+        of_one = decay_rates(params, labels, weight_decay=1.0, scaling=scaling)
+        chosen = [x == scaling.hidden_decay for x in jax.tree.leaves(of_one)]
+        lines.append(f"weight decay times {scaling.hidden_decay:g} on: {_listed(params, chosen)}")
+    if scaling.block_epsilon != 1.0:
+        chosen = [bool(depth) for depth in jax.tree.leaves(depth_axes(params))]
+        lines.append(f"epsilon times {scaling.block_epsilon:g} on: {_listed(params, chosen)}")
     if config.algorithm_choice.name == "muon":
         orthogonal = [role in HIDDEN_KERNELS for role in jax.tree.leaves(axes.roles(params))]
         lines.append(f"orthogonalised by Muon: {_listed(params, orthogonal)}")

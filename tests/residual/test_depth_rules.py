@@ -1,0 +1,106 @@
+"""Depth is counted once: what a parametrization that scales branches does not go with, beside what it does go with."""
+
+import dataclasses
+
+import pytest
+
+from jaxblock import Classifier, Decoder, Encoder
+from jaxblock.residual import REGISTRY, check_depth_rules, topology
+from jaxblock.training.config import OptimizerConfig, TrainConfig
+from jaxblock.training.config_file import build_config
+from tests.residual.battery import CHECKS, Entry
+from tests.small import config
+
+SCALING = (
+    "depth_mup(base_depth=1)",
+    "complete_p(base_depth=1, base_width=4)",
+    "complete_p(base_depth=3, base_width=8)",
+)
+SCALE_FREE = {"peri_norm", "branch_norm"}
+DEEP_NORM = dataclasses.replace(
+    topology("pre_norm"),
+    gain=lambda config, role: (
+        (8 * config.depth) ** -0.25 if role in ("value", "output", "up", "down") else 1.0
+    ),
+)
+
+
+@pytest.mark.parametrize("text", SCALING)
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_connection_that_normalizes_its_branch_is_refused_and_no_other(name, text):
+    scaled, plain = config(parametrization=text, residual=name), config(residual=name)
+    check_depth_rules(plain, topology(name))
+    TrainConfig(model=plain)
+    if name not in SCALE_FREE:
+        assert Decoder(scaled).labels == ()
+        TrainConfig(model=scaled)
+        return
+    for use in (
+        lambda: check_depth_rules(scaled, topology(name)),
+        lambda: Decoder(scaled).labels,
+        lambda: Encoder(scaled).connections,
+        lambda: Classifier(scaled, classes=2).connections,
+        lambda: TrainConfig(model=scaled),
+    ):
+        with pytest.raises(
+            ValueError, match=r"a factor on the branch does nothing there; .* must be \"standard\""
+        ):
+            use()
+
+
+@pytest.mark.parametrize("text", SCALING)
+def test_a_topology_that_scales_initial_values_by_depth_is_refused(text):
+    with pytest.raises(
+        ValueError, match=r"initial value kernels are scaled by the depth already: .* count twice"
+    ):
+        Decoder(config(parametrization=text), topology=DEEP_NORM).connections  # noqa: B018
+    assert Decoder(config(), topology=DEEP_NORM).connections is DEEP_NORM
+    constant = dataclasses.replace(DEEP_NORM, gain=lambda config, role: 0.5)
+    assert Decoder(config(parametrization=text), topology=constant).connections is constant
+    by_width = dataclasses.replace(DEEP_NORM, gain=lambda config, role: config.width**-0.5)
+    with pytest.raises(ValueError, match="initial query kernels are scaled by the width already"):
+        Decoder(config(parametrization=text), topology=by_width).connections  # noqa: B018
+
+
+@pytest.mark.parametrize("text", SCALING)
+def test_the_initialization_that_scales_by_depth_is_refused(text):
+    with pytest.raises(ValueError, match=r"gpt2.*depth would count twice; .* must be plain or zero_output"):
+        config(parametrization=text, initialization="gpt2")
+    for initialization in ("plain", "zero_output"):
+        config(parametrization=text, initialization=initialization)
+    config(initialization="gpt2")
+
+
+@pytest.mark.parametrize("algorithm", ["lion", "adafactor", "muon"])
+def test_the_rules_are_adamws(algorithm):
+    optimizer = OptimizerConfig(algorithm=algorithm)
+    for text in SCALING:
+        with pytest.raises(ValueError, match=r"whose rules are AdamW's; the algorithm must be adamw"):
+            TrainConfig(model=config(parametrization=text), optimizer=optimizer)
+        TrainConfig(model=config(parametrization=text))
+    TrainConfig(model=config(), optimizer=optimizer)
+
+
+def test_a_file_that_counts_depth_twice_is_refused_with_the_sentence_alone():
+    model = {"vocab_size": 11, "context": 8, "depth": 2, "width": 8, "heads": 2}
+    values = {"model": {**model, "parametrization": SCALING[0], "residual": "peri_norm"}}
+    with pytest.raises(ValueError, match=r"^model\.parametrization is 'depth_mup\(base_depth=1\)'"):
+        build_config(values)
+
+
+def test_what_was_left_out_is_named():
+    with pytest.raises(
+        ValueError, match=r"'complete_p' must be given base_depth \(int\) and base_width \(int\); there"
+    ):
+        config(parametrization="complete_p")
+    with pytest.raises(
+        ValueError, match=r"'complete_p' must be given base_width \(int\); there is no default"
+    ):
+        config(parametrization="complete_p(base_depth=2)")
+
+
+@pytest.mark.parametrize(("name", "says"), [("pre_norm", True), ("branch_norm", False)])
+def test_a_false_declaration_fails_the_battery(name, says):
+    liar = dataclasses.replace(topology(name), scale_free=says)
+    with pytest.raises(AssertionError, match=f"it declares scale_free = {says}"):
+        CHECKS["scale_free"](Entry("liar", liar))
