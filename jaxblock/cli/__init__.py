@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxblock.cli.arguments import INTERRUPTED, Action, refuse
 from jaxblock.cli.count import count
 from jaxblock.cli.evaluate import evaluate
+from jaxblock.cli.report import report
 from jaxblock.cli.sample import sample
+from jaxblock.cli.sweep import sweep
 from jaxblock.cli.tokenize import tokenize
 from jaxblock.cli.train import train
 from jaxblock.contracts import check_choice
@@ -18,6 +20,8 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], Action]] = {
     "eval": evaluate,
     "sample": sample,
     "count": count,
+    "sweep": sweep,
+    "report": report,
     "tokenize": tokenize,
 }
 

@@ -66,9 +66,10 @@ def sweep(arguments: Sequence[str]) -> Action:
 def _report(folder: Path, code: int, *, as_json: bool) -> int:
     """Write the report of what is there, and print what it says."""
     from jaxblock.cli.report import print_report
+    from jaxblock.sweeps.reading import read_sweep
 
     if not code:
-        print_report(folder, as_json=as_json)
+        print_report(read_sweep(folder), folder, as_json=as_json)
     elif as_json:
         print(json.dumps({"store": str(folder), "status": "interrupted"}))
     else:
