@@ -3,11 +3,13 @@
 import random
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from jaxblock.cli import main
+from jaxblock.sweeps.plan import build_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -18,7 +20,7 @@ COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in 
 
 def test_readme_has_the_snippets_it_promises():
     assert len(PYTHON) >= 3
-    assert {language for language, _ in BLOCKS} == {"python", "bash"}
+    assert {language for language, _ in BLOCKS} == {"python", "bash", "toml"}
 
 
 @pytest.mark.parametrize("snippet", PYTHON, ids=[f"snippet{i}" for i in range(len(PYTHON))])
@@ -31,7 +33,7 @@ def test_python_snippet_runs(snippet, monkeypatch):
 
 
 def test_commands_run_in_order(tmp_path, monkeypatch, capsys):
-    """The training and sampling lines, on a small text and for two steps; installing is what CI does."""
+    """Every line, on a small text, trainings for two steps and the sweep as a dry run; installing is what CI does."""
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 9))) for _ in range(300)]
@@ -46,12 +48,17 @@ def test_commands_run_in_order(tmp_path, monkeypatch, capsys):
             data = [] if "--data.path" in words else ["--data.path", "text.txt"]
             assert main(["train", *words[2:], *short, *data]) == 0, line
         elif words[0] == "jaxblock":
-            extra = ["--length", "4"] if words[1] == "sample" else []
+            extra = {"sample": ["--length", "4"], "sweep": ["--dry-run"]}.get(words[1], [])
             assert main([*words[1:], *extra]) == 0, line
         else:
             assert words == ["pytest"], line
     assert (tmp_path / "runs" / "deeper" / "summary.json").exists()
     assert "import os" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", [text for language, text in BLOCKS if language == "toml"])
+def test_a_plan_builds(text):
+    assert len(build_plan(tomllib.loads(text)).runs()) == 150
 
 
 def test_ci_runs_the_readmes_test_command():
