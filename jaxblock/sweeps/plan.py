@@ -214,6 +214,11 @@ def _check_read(path: str) -> None:
 def _check_run(run: Run) -> None:
     """Raise ValueError for what a config may say and a lane cannot do."""
     config = run.config
+    if config.optimizer.learning_rate <= 0:
+        raise ValueError(
+            f"optimizer.learning_rate is {config.optimizer.learning_rate}; it must be above 0 in a sweep, whose basins "
+            "lie on a logarithmic axis"
+        )
     if config.guard.non_finite != "stop" or config.guard.spike != "ignore":
         raise ValueError(
             "guard.non_finite must be stop and guard.spike ignore in a sweep: another answer would give "

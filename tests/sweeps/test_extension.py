@@ -70,7 +70,11 @@ def test_one_rate_is_no_grid(tmp_path):
 
 
 def test_each_arm_is_widened_by_itself(tmp_path):
-    axes = {"model.residual": ["pre_norm", "post_norm"], "optimizer.learning_rate": RATES, "run.seed": [0, 1, 2]}
+    axes = {
+        "model.residual": ["pre_norm", "post_norm"],
+        "optimizer.learning_rate": RATES,
+        "run.seed": [0, 1, 2],
+    }
     made = plan(tmp_path, axes=axes)
     low, high = results(made, best=1e-4), results(made, best=4e-3)
     mixed = [a if a.axes["model.residual"] == "post_norm" else b for a, b in zip(low, high, strict=True)]

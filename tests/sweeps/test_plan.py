@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from jaxblock.residual import REGISTRY
 from jaxblock.sweeps.identity import program_key, run_id
 from jaxblock.sweeps.plan import build_plan, read_plan
 from tests.sweeps.small_sweeps import plan, values
@@ -28,6 +29,15 @@ def test_runs_are_the_product_with_the_first_axis_slowest(tmp_path):
 def test_any_field_of_the_config_can_be_an_axis(tmp_path):
     axes = {"model.residual": ["pre_norm", "post_norm"], "optimizer.weight_decay": [0.0, 0.1]}
     assert {run.config.optimizer.weight_decay for run in plan(tmp_path, axes=axes).runs()} == {0.0, 0.1}
+
+
+def test_s3_24_the_topology_is_an_axis_of_the_depth_sweep(tmp_path):
+    """Every entry of the registry, in one plan, each at every depth and in a program of its own."""
+    axes = {"model.residual": sorted(REGISTRY), "model.depth": [1, 2], "run.seed": [0, 1]}
+    runs = plan(tmp_path, axes=axes, model={"depth": None}).runs()
+    found = {(run.config.model.residual, run.config.model.depth): program_key(run.config) for run in runs}
+    assert set(found) == {(name, depth) for name in REGISTRY for depth in (1, 2)}
+    assert len(set(found.values())) == len(found)
 
 
 def test_heads_follow_the_width(tmp_path):
@@ -64,6 +74,7 @@ def test_heads_follow_the_width(tmp_path):
         ({"model": {"width": 7, "heads": 2}}, "heads must divide width"),
         ({"guard": {"non_finite": "skip"}}, "guard.non_finite must be stop"),
         ({"optimizer": {"average": 0.9}}, "optimizer.average is 0.9"),
+        ({"axes": {"optimizer.learning_rate": [0.0]}}, "must be above 0 in a sweep"),
         ({"sweep": {"head_dim": 4}}, "model.width is no axis"),
         (
             {

@@ -98,6 +98,12 @@ def test_a_failed_run_has_no_loss_and_an_ok_one_has_all_of_it(eventful):
             assert result.reason
 
 
+def test_s1_28_a_result_carries_its_initialization(eventful):
+    made, folder = eventful
+    assert {result.initialization for result in read_sweep(folder).results} == {"plain"}
+    assert made.runs()[0].config.model.initialization == "plain"
+
+
 def test_what_is_done_is_not_run_again_and_no_state_is_left(eventful):
     made, folder = eventful
     before = figures(folder)

@@ -1,0 +1,1 @@
+"""From the runs of a sweep to what may be said about it: records, arms, trends, contrasts, verdicts."""
