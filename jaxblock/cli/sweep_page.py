@@ -106,8 +106,8 @@ def page(prepared: "Prepared", rows: Sequence[Mapping[str, Any]]) -> str:
             *lines,
             "",
             f"parameters: total. FLOPs: training, {convention} convention. Memory: parameters, gradients, optimizer",
-            "and what the backward pass keeps, of all lanes; the compiled program is measured when it runs, and lanes are",
-            f"halved where it has no room. Time: {OVERHEAD:g} x the products alone at the speed measured just now, and",
+            "and what the backward pass keeps, of all lanes; the compiled program is measured when it runs,",
+            f"and lanes are halved where it has no room. Time: {OVERHEAD:g} x the products alone at the speed measured just now, and",
             f"{COMPILE_SECONDS:g} s a program for compiling; other work on the machine makes it longer.",
         ]
     )

@@ -76,7 +76,7 @@ def test_a_diverging_neighbour_changes_no_bit(small, wild):
     for lane in (0, 2):
         assert wild_losses[:, lane].tobytes() == losses[:, lane].tobytes()
         ours, theirs = (
-            jax.tree.leaves(jax.tree.map(lambda x: x[lane].tobytes(), s.params)) for s in (wild_state, state)
+            [leaf[lane].tobytes() for leaf in jax.tree.leaves(s.params)] for s in (wild_state, state)
         )
         assert ours == theirs
 
@@ -88,7 +88,7 @@ def test_a_frozen_lane_keeps_its_last_good_parameters(wild):
 
 
 def test_the_profile_is_the_stream_of_each_lane(small):
-    config, task, program, (_, state) = small
+    _, task, program, (_, state) = small
     found = program.profile(state.params)
     batch = next(iter(task.validation))
     for lane in range(len(LANES)):

@@ -1,6 +1,7 @@
 """A plan is the product of its axes, and whatever is wrong with it is one sentence before anything is written."""
 
 import json
+import re
 
 import pytest
 
@@ -86,18 +87,16 @@ def test_heads_follow_the_width(tmp_path):
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(tmp_path, changes, sentence):
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError, match=re.escape(sentence)) as error:
         plan(tmp_path, **changes)
-    assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_plan_needs_axes_and_a_name(tmp_path):
     whole = values(tmp_path)
     for section, sentence in (("axes", "no [axes]"), ("sweep", "no section [sweep]")):
-        with pytest.raises(ValueError, match=".") as error:
+        with pytest.raises(ValueError, match=re.escape(sentence)):
             build_plan({name: entries for name, entries in whole.items() if name != section})
-        assert sentence in str(error.value)
 
 
 def test_a_plan_survives_its_file(tmp_path):

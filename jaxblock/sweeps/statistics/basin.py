@@ -162,10 +162,11 @@ def unresolved(grid: Grid, window: np.ndarray, fit: Fit) -> Refusal | None:
             side="between",
         )
     right = vertex > rates_W[-1]
+    above, higher = ("above", "a higher") if right else ("below", "a lower")
+    fitted = f"{rates_W[0]:.3g} to {rates_W[-1]:.3g}"
     return Refusal(
         rule="edge_right" if right else "edge_left",
-        sentence=f"the fitted minimum lies {'above' if right else 'below'} the rates it was fitted to, {rates_W[0]:.3g} to "
-        f"{rates_W[-1]:.3g}; measure {'a higher' if right else 'a lower'} one",
+        sentence=f"the fitted minimum lies {above} the rates it was fitted to, {fitted}; measure {higher} one",
         side="right" if right else "left",
     )
 
