@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxblock.cli.arguments import INTERRUPTED, Action, refuse
+from jaxblock.cli.check import check
 from jaxblock.cli.count import count
 from jaxblock.cli.evaluate import evaluate
 from jaxblock.cli.report import report
@@ -20,6 +21,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], Action]] = {
     "eval": evaluate,
     "sample": sample,
     "count": count,
+    "check": check,
     "sweep": sweep,
     "report": report,
     "tokenize": tokenize,
@@ -29,7 +31,8 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], Action]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code.
 
-    0 done, 2 bad input (nothing was written), 3 training stopped by its own guard, 130/143 interrupted.
+    0 done, 1 a check failed, 2 bad input (nothing was written), 3 training stopped by its own guard, 130 or 143
+    interrupted.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])

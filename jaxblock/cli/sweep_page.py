@@ -106,9 +106,9 @@ def page(prepared: "Prepared", rows: Sequence[Mapping[str, Any]]) -> str:
             *lines,
             "",
             f"parameters: total. FLOPs: training, {convention} convention. Memory: parameters, gradients, optimizer",
-            "and what the backward pass keeps, of all lanes; the compiled program is measured when it runs,",
-            f"and lanes are halved where it has no room. Time: {OVERHEAD:g} x the products alone at the speed measured just now, and",
-            f"{COMPILE_SECONDS:g} s a program for compiling; other work on the machine makes it longer.",
+            "and what the backward pass keeps, of all lanes; the compiled program is measured when it runs, and",
+            f"lanes are halved where it has no room. Time: {OVERHEAD:g} x the products alone at the speed measured",
+            f"just now, and {COMPILE_SECONDS:g} s a program for compiling; other work on the machine makes it longer.",
         ]
     )
 
