@@ -80,7 +80,7 @@ def rise(check: CoordinateCheck) -> Estimate | Refusal:
     values_NRT = check.mean_abs["final_stream"]
     ratio_NR = values_NRT[..., LAST] / values_NRT[..., 0]  # its slope is the difference of the two
     if not np.isfinite(ratio_NR).all():
-        return Refusal(rule="not_finite", sentence="a run was not finite")
+        return Refusal(rule="no_values", sentence="a run was not finite")
     found = power_law(np.array(check.sizes, np.float64), ratio_NR)
     return found if isinstance(found, Refusal) else found.exponent
 

@@ -149,7 +149,7 @@ def measure(depth: int, seeds: int) -> np.ndarray:
 def slope(depths: Sequence[int], values_LR: np.ndarray) -> Estimate | Refusal:
     """Return d log value / d log L, one per seed, as mean and 95 % t interval."""
     if not np.isfinite(values_LR).all():
-        return Refusal(rule="not_finite", sentence="some values are not finite")
+        return Refusal(rule="no_values", sentence="some values are not finite")
     found = power_law(np.array(depths, np.float64), values_LR)
     return found if isinstance(found, Refusal) else found.exponent
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +33,8 @@ class SweepCommand:
 
 def sweep(arguments: Sequence[str]) -> Action:
     """Run a plan of many trainings and report on them: jaxblock sweep PLAN.toml [--store DIR] [--dry-run]."""
+    if "--dry-run" not in arguments and "--dry_run" not in arguments:
+        _leave_the_accelerator()
     from jaxblock.cli.sweep_page import arms, page
     from jaxblock.sweeps.crew import SweepError
     from jaxblock.sweeps.plan import read_plan
@@ -61,6 +65,19 @@ def sweep(arguments: Sequence[str]) -> Action:
         return _report(folder, code, as_json=command.json)
 
     return act
+
+
+def _leave_the_accelerator() -> None:
+    """Load JAX for the CPU: an accelerator is the workers', whom this process only looks after."""
+    if "jax" in sys.modules:
+        return
+    given = os.environ.get("JAX_PLATFORMS")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax  # noqa: F401  reads the variable now
+
+    del os.environ["JAX_PLATFORMS"]
+    if given is not None:
+        os.environ["JAX_PLATFORMS"] = given
 
 
 def _report(folder: Path, code: int, *, as_json: bool) -> int:

@@ -136,7 +136,7 @@ class CoordinateCheck:
     def _fit(self, values_NR: np.ndarray) -> Estimate | Refusal:
         if np.isnan(values_NR).any():
             return Refusal(
-                rule="not_finite", sentence=f"no slope, as a run was not finite at some {self.axis}"
+                rule="no_values", sentence=f"no slope, as a run was not finite at some {self.axis}"
             )
         if len(self.sizes) < LEAST_DEPTHS:
             found = (

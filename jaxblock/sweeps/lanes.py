@@ -81,8 +81,13 @@ class LaneProgram:
         return self._compiled(steps)(state, self._read(start, steps), self._keys.dropout, self._tuned)
 
     def compiled_bytes(self, steps: int) -> int:
-        """Return the bytes of the program of a chunk: arguments, results and temporaries, what is donated once."""
+        """Return the bytes of the program of a chunk: arguments, results and temporaries, what is donated once.
+
+        0 where the backend does not say.
+        """
         found = self._compiled(steps).memory_analysis()
+        if found is None:
+            return 0
         parts = (found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes)
         return sum(parts) - found.alias_size_in_bytes
 

@@ -44,7 +44,7 @@ def read_sweep(folder: Path) -> Sweep:
                 Event(time=time, kind=kind, sentence=sentence, runs=tuple(runs))
                 for time, kind, sentence, runs in store.events()
             ),
-            environment=facts["environment"],
+            environment={**facts["environment"], **_device(programs)},
             tokens_per_step=facts["tokens_per_step"],
             uniform_loss=facts["uniform_loss"],
         )
@@ -137,6 +137,14 @@ def _profile(values: Mapping[str, Any] | None) -> Profile | None:
     return Profile(
         stream=tuple(values["stream"]), branches=tuple(values["branches"]), logits=values["logits"]
     )
+
+
+def _device(programs: Mapping[int, Program]) -> dict[str, Any]:
+    """Return what the newest program that began computed on."""
+    for _, program in sorted(programs.items(), reverse=True):
+        if "device" in program.about:
+            return {name: program.about[name] for name in ("device", "platform", "devices")}
+    return {}
 
 
 def _axes(planned: Mapping[str, Sequence[Any]], results: Sequence[Result]) -> dict[str, tuple[Any, ...]]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import tomli_w
 
 from jaxblock.sweeps.crew import Crew, SweepError
-from jaxblock.sweeps.environment import environment
+from jaxblock.sweeps.environment import describe_environment
 from jaxblock.sweeps.extension import wider_runs
 from jaxblock.sweeps.identity import code_fingerprint, program_key, run_id
 from jaxblock.sweeps.plan import Plan, Run
@@ -63,6 +63,9 @@ def prepare_sweep(plan: Plan) -> Prepared:
 def run_sweep(prepared: Prepared, folder: Path, *, retry: bool = False) -> int:
     """Run what has no result yet; return the exit code: 0 done, 130 or 143 interrupted.
 
+    The workers compute. On a GPU or TPU, a process that has taken the device for itself leaves them none: call this
+    from one whose JAX_PLATFORMS was "cpu" when it imported jax, as `jaxblock sweep` does.
+
     Args:
       prepared: from `prepare_sweep`.
       folder: the sweep's, new or not.
@@ -98,7 +101,7 @@ def _save(prepared: Prepared, store: Store) -> int:
     """Keep the plan and its runs; return the plan's number."""
     first = prepared.survey_of(prepared.runs[0])
     facts = {
-        "environment": environment(code=code_fingerprint(), data=first.data),
+        "environment": describe_environment(code=code_fingerprint(), data=first.data),
         "tokens_per_step": first.tokens_per_step,
         "uniform_loss": first.uniform_loss,
     }

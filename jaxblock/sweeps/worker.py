@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxblock.sweeps.environment import describe_device
 from jaxblock.sweeps.identity import program_key
 from jaxblock.sweeps.lanes import Lane, LaneProgram, least_bytes
 from jaxblock.sweeps.outcomes import Outcome, finished, stopped
@@ -60,6 +61,7 @@ class Job:
         begin = time.perf_counter()
         needed = self.lanes.compiled_bytes(self.chunk)
         self.about |= {
+            **describe_device(),
             "lanes": len(self.configs),
             "compile_s": time.perf_counter() - begin,
             "program_bytes": needed,
