@@ -108,6 +108,7 @@ def test_pmap_data_parallelism_over_one_device_equals_jit(residual):
     assert mapped.weight == BATCH.valid_BT.sum()
 
 
+@pytest.mark.full  # the battery compares jit with eager, step tests the gradient
 @few_residuals
 def test_jit_of_apply_loss_and_gradient_changes_nothing(residual):
     wanted, model = alone(residual, SEEDS[0], RATES[0]), Decoder(config(residual=residual, **PLAIN))

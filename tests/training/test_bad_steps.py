@@ -167,6 +167,7 @@ def test_a_rewind_before_the_first_checkpoint_starts_again(text, tmp_path, monke
     assert list(losses(run)) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.full  # the rule is tested in test_guard, what a skip does above
 def test_a_spike_is_seen_and_skipped(text, tmp_path, monkeypatch):
     """A batch whose targets are bytes that never occur has a loss far above the last ones."""
 

@@ -93,6 +93,7 @@ def test_a_run_without_an_average_has_none_to_give(first, text, tmp_path, capsys
     assert main(["eval", str(plain), "--weights", "average"]) == 2
 
 
+@pytest.mark.full  # test_checkpoint damages a checkpoint every way
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(text, tmp_path, monkeypatch, capsys):
     flags = ("--run.checkpoint_every", "2", "--optimizer.average", "0.9")
     run, whole = tmp_path / "run", tmp_path / "whole"
