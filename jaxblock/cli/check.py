@@ -107,8 +107,9 @@ def _capped(config: Any, *, batch: int, context: int) -> Any:
 
 def _page(found: Any, config: Any) -> str:
     """Return the slopes of every quantity as a table, and the verdict."""
-    from jaxblock.sweeps.coordinate_slopes import BAND, number, words
+    from jaxblock.sweeps.coordinate_slopes import BAND, FIRST_JUDGED, number, words
 
+    falling = " (logits may fall)" if found.axis == "width" else ""
     times = sorted({t for t in SHOWN if t <= found.steps} | {found.steps})
     rows = [["", *(f"t = {t}" for t in times)]]
     for name in found.rms:
@@ -123,7 +124,7 @@ def _page(found: Any, config: Any) -> str:
         "",
         *("  ".join([row[0].ljust(26), *(cell.rjust(20) for cell in row[1:])]).rstrip() for row in rows),
         "",
-        f"* has to be flat, within +-{BAND}, from t = 2 on; - has no slope",
+        f"* has to be flat, within +-{BAND}, from t = {FIRST_JUDGED} on{falling}; - has no slope",
         *found.sentences(),
     ]
     return "\n".join(lines)

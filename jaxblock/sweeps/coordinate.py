@@ -42,7 +42,15 @@ from jaxblock.types import Array
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 1}
 """On CPU: the program runs once, for a few steps, and compiling it in full takes longer than that."""
 BRANCHES = ("attention", "feed_forward", "parallel")
-ORDER = ("embedding", *BRANCHES, *(f"last_{name}" for name in BRANCHES), "final_stream", "logits", "change")
+ORDER = (
+    "embedding",
+    *BRANCHES,
+    *(f"last_{name}" for name in BRANCHES),
+    "final_stream",
+    "logits",
+    "change",
+    "logits_change",
+)
 """Every quantity, in the order they are shown."""
 Sizes = dict[str, Array]
 """Quantity -> (mean_abs, rms), float32."""
@@ -169,8 +177,9 @@ def _program(config: TrainConfig, plan: CheckPlan) -> Callable[[Array, Array], t
             state, metrics = step(state, plan.batch, dropout_key)
             return (state, start_BTD), (measure(logits_BTV, collected, start_BTD), metrics.alarm)
 
-        shape = (*inputs_BT.shape, config.model.width)
-        start = (first_state(model, config, params), jnp.zeros(shape, config.model.stream_dtype))
+        state = first_state(model, config, params)
+        final = jax.eval_shape(forward, state)[1]["resid_final"]
+        start = (state, jnp.zeros(final.shape, final.dtype))
         # One update too many, so that the program holds one forward pass to measure and not two.
         return jax.lax.scan(measured_step, start, jnp.arange(plan.steps + 1))[1]
 
@@ -227,10 +236,10 @@ def _widened(model: ModelConfig, width: int) -> dict[str, Any]:
             "as it is; choose other sizes or other model.heads"
         )
     changes = {"width": width, "heads": width // model.head_dim}
-    for name in ("kv_heads", "hidden"):
-        value = getattr(model, name)
-        if value is None or (name == "kv_heads" and value == 1):  # one key/value head for all stays one
-            continue
+    parts = {"kv_heads": model.num_kv_heads, "hidden": model.num_hidden}
+    if model.num_kv_heads == 1:  # one key/value head for all stays one
+        changes["kv_heads"] = parts.pop("kv_heads")
+    for name, value in parts.items():
         if value * width % model.width:
             raise ValueError(
                 f"model.{name} is {value} at width {model.width}; at width {width} it would be "

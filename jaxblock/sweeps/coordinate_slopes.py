@@ -6,7 +6,9 @@ What must not depend on the size, at every t >= 2:
             writes smaller on purpose, so that the sum of 2 L of them, x_S, is not larger. That x_S and its change
             are of one size in L is the condition both parametrizations are derived from (arXiv 2310.02244, 2505.01618
             section 4 and figure 7); branches that write at full size (standard) break it at x_S.
-    width   every quantity (arXiv 2203.03466, appendix D): each coordinate keeps its size.
+    width   embedding, branches (means over blocks), final_stream and change: each coordinate keeps its size (arXiv
+            2203.03466, appendix D). logits must not grow: under muP their initial part falls as D^(-1/2) on purpose,
+            and at small widths that is most of them.
 
 A change that shrinks with the size is as bad as one that grows: the model gets lazy (arXiv 2505.01618, section 5).
 A slope passes where its whole 95 % t interval over seeds lies within +-0.1, fails where all of it lies outside, and is
@@ -14,6 +16,7 @@ not resolved otherwise. The check fails where a slope fails or a run was not fin
 not resolved otherwise.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,13 +85,17 @@ class CoordinateCheck:
     @property
     def judged(self) -> tuple[str, ...]:
         """Quantities that must not depend on the size."""
-        return tuple(name for name in self.rms if self.axis == "width" or name in JUDGED_IN_DEPTH)
+        if self.axis == "width":
+            return tuple(name for name in self.rms if not name.startswith("last_"))
+        return tuple(name for name in self.rms if name in JUDGED_IN_DEPTH)
 
     def slope(self, quantity: str, t: int, *, measure: str = "rms") -> Slope:
         """Return one slope; the verdict rests on rms."""
         values_NR = {"mean_abs": self.mean_abs, "rms": self.rms}[measure][quantity][..., t]
         found = self._fit(values_NR)
-        verdict = judge(found) if quantity in self.judged and t >= FIRST_JUDGED else None
+        verdict = None
+        if quantity in self.judged and t >= FIRST_JUDGED:
+            verdict = judge(found, falling=self.axis == "width" and quantity == "logits")
         return Slope(quantity=quantity, measure=measure, t=t, found=found, verdict=verdict)
 
     @cached_property
@@ -149,13 +156,14 @@ class CoordinateCheck:
         return power.exponent
 
 
-def judge(found: Estimate | Refusal) -> str:
-    """Return pass, fail or not resolved: the interval of a slope against the band."""
+def judge(found: Estimate | Refusal, *, falling: bool = False) -> str:
+    """Return pass, fail or not resolved: the interval of a slope against the band, open below where it may fall."""
     if isinstance(found, Refusal):
         return UNRESOLVED
-    if found.low >= -BAND and found.high <= BAND:
+    least = -math.inf if falling else -BAND
+    if found.low >= least and found.high <= BAND:
         return PASS
-    return FAIL if found.low > BAND or found.high < -BAND else UNRESOLVED
+    return FAIL if found.low > BAND or found.high < least else UNRESOLVED
 
 
 def words(quantity: str) -> str:

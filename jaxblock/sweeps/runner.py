@@ -78,6 +78,7 @@ def run_sweep(prepared: Prepared, folder: Path, *, retry: bool = False) -> int:
     with _locked(folder), contextlib.closing(Store.create(folder)) as store, Interrupts() as interrupts:
         plan = _save(prepared, store)
         replace_text(folder / "plan.toml", tomli_w.dumps(prepared.plan.values()))
+        _drop_foreign(store, plan)
         continued = store.reopen()
         if continued:
             runs = [run for program in continued for run in program.runs]
@@ -95,6 +96,14 @@ def run_sweep(prepared: Prepared, folder: Path, *, retry: bool = False) -> int:
             if widened == prepared.plan.sweep.extend or not _extend(prepared, store, plan):
                 break
     return 0
+
+
+def _drop_foreign(store: Store, plan: int) -> None:
+    """End what was in training for another plan, another code or other data."""
+    dropped = store.drop_foreign(plan)
+    if dropped:
+        sentence = f"plan, code or data have changed: {len(dropped)} runs that were in training are no longer asked for"
+        store.add_event("interrupted", sentence, dropped)
 
 
 def _save(prepared: Prepared, store: Store) -> int:

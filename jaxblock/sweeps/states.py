@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxblock.sweeps.store import replace_bytes
+from jaxblock.training.files import replace_bytes
 
 
 def save_state(path: Path, state: Any) -> None:

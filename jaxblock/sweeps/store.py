@@ -12,32 +12,16 @@ the chunk in flight. Results stay: a run that has one is not run again, under th
 import contextlib
 import datetime
 import json
-import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxblock.sweeps.schema import SCHEMA, SCHEMA_VERSION
+
 FILE, STATES = "sweep.sqlite", "states"
 WAITING, RUNNING, DONE = "waiting", "running", "done"
 BUSY_SECONDS = 60.0
-SCHEMA_VERSION = 1
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS plans (number INTEGER PRIMARY KEY, time TEXT, plan TEXT, facts TEXT);
-CREATE TABLE IF NOT EXISTS planned (plan INTEGER, position INTEGER, run TEXT, axes TEXT, PRIMARY KEY (plan, position));
-CREATE TABLE IF NOT EXISTS runs (id TEXT PRIMARY KEY, config TEXT, about TEXT);
-CREATE TABLE IF NOT EXISTS programs (number INTEGER PRIMARY KEY, runs TEXT, about TEXT, state TEXT, worker INTEGER,
-    tries INTEGER, step INTEGER, file TEXT);
-CREATE TABLE IF NOT EXISTS losses (run TEXT, step INTEGER, loss REAL, gradient_norm REAL, PRIMARY KEY (run, step))
-    WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS chunks (program INTEGER, step INTEGER, steps INTEGER, seconds REAL,
-    PRIMARY KEY (program, step));
-CREATE TABLE IF NOT EXISTS profiles (run TEXT, moment TEXT, profile TEXT, PRIMARY KEY (run, moment));
-CREATE TABLE IF NOT EXISTS results (run TEXT PRIMARY KEY, outcome TEXT, time TEXT, result TEXT);
-CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, time TEXT, kind TEXT, sentence TEXT, runs TEXT);
-"""
-
-
 LossRow = tuple[str, int, float | None, float | None]
 """(run, step, loss, gradient norm); None = not finite."""
 
@@ -75,7 +59,7 @@ class Store:
         if store._version() not in (0, SCHEMA_VERSION):
             raise ValueError(_foreign(folder, store._version()))
         store._connection.executescript(
-            f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT"
+            f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT"
         )
         return store
 
@@ -200,6 +184,20 @@ class Store:
                 (WAITING, RUNNING),
             )
         return [_program(row) for row in rows]
+
+    def drop_foreign(self, plan: int) -> list[str]:
+        """End the unfinished programs that hold a run which is not of this plan; return those runs.
+
+        Their runs' code, data or config is no longer what it was: what they would find belongs to no id.
+        """
+        ours = {row[0] for row in self._rows("SELECT run FROM planned WHERE plan = ?", plan)}
+        foreign = [program for program in self.programs() if not ours.issuperset(program.runs)]
+        with self._writing() as sql:
+            for program in foreign:
+                sql.execute("UPDATE programs SET state = ? WHERE number = ?", (DONE, program.number))
+                rows = [(run,) for run in program.runs]
+                sql.executemany("DELETE FROM losses WHERE run = ?", rows)
+        return [run for program in foreign for run in program.runs if run not in ours]
 
     def claim(self, worker: int) -> Program | None:
         """Give a waiting program to a worker, by process number; None where none waits."""
@@ -358,16 +356,6 @@ class Saved(NamedTuple):
 def now() -> str:
     """Return the time, UTC, ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def replace_bytes(path: Path, data: bytes) -> None:
-    """Write a file in one move, on the disk before it has its name."""
-    temporary = path.with_name(path.name + ".partial")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _program(row: Sequence[Any]) -> Program:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxblock.sweeps.environment import describe_device
-from jaxblock.sweeps.identity import program_key
+from jaxblock.sweeps.identity import program_key, run_id
 from jaxblock.sweeps.lanes import Lane, LaneProgram, least_bytes
 from jaxblock.sweeps.outcomes import Outcome, finished, stopped
 from jaxblock.sweeps.plan import SweepConfig
@@ -49,6 +49,9 @@ class Job:
         self.about: dict[str, Any] = dict(program.about)
         if len({program_key(config) for config in self.configs}) > 1:
             raise ValueError(f"the runs of program {program.number} differ in more than their lanes may")
+        data = self.task.facts["corpus_fingerprint"]
+        if program.runs != tuple(run_id(config, data=data) for config in self.configs):
+            raise ValueError("code or data have changed since the sweep was started; start it again")
 
     def train(self) -> None:
         """Train all lanes to the end and keep what was found.

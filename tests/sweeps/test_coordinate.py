@@ -124,7 +124,7 @@ def synthetic(
     sizes = changes.get("sizes", (2, 4, 8, 16, 32))
     draw = np.random.default_rng(0)
     rms = {}
-    for name in ("embedding", "attention", "final_stream", "logits", "change"):
+    for name in ("embedding", "attention", "last_attention", "final_stream", "logits", "change"):
         law_N = np.array(sizes, float) ** slopes.get(name, 0.0)
         rms[name] = law_N[:, None, None] * np.exp(noise * draw.normal(size=(len(sizes), 3, 5)))
     given = {
@@ -155,6 +155,10 @@ def test_slopes_are_those_of_the_law():
         ({"attention": -1.0}, 0.01, "depth", "pass"),  # a branch is smaller on purpose
         ({"attention": -1.0}, 0.01, "width", "fail"),
         ({"embedding": 0.2}, 0.01, "width", "fail"),
+        ({"logits": -0.5}, 0.01, "width", "pass"),  # initial logits fall on purpose
+        ({"logits": -0.5}, 0.01, "depth", "fail"),
+        ({"logits": 0.5}, 0.01, "width", "fail"),
+        ({"last_attention": 0.5}, 0.01, "width", "pass"),  # shown; its mean over blocks is judged
         ({"final_stream": 0.2}, 0.01, "depth", "fail"),
         ({"change": -0.2}, 0.01, "depth", "fail"),  # lazy
         ({"logits": 0.1}, 0.01, "depth", "not resolved"),
@@ -166,7 +170,7 @@ def test_the_verdict_compares_whole_intervals_with_the_band(slopes, noise, axis,
     assert check.verdict == wanted
     assert all(slope.verdict is None for slope in check.slopes if slope.t < 2)
     judged = {slope.quantity for slope in check.slopes if slope.verdict is not None}
-    assert judged == (set(JUDGED_IN_DEPTH) if axis == "depth" else set(check.rms))
+    assert judged == (set(JUDGED_IN_DEPTH) if axis == "depth" else set(check.rms) - {"last_attention"})
     assert check.sentences()[0].startswith(wanted)
 
 
@@ -232,6 +236,9 @@ def test_a_head_keeps_its_size_when_the_model_gets_wider(run):
     grouped = dataclasses.replace(model, heads=4, kv_heads=2, hidden=None)
     wide = coordinate._resized(run.model_copy(update={"model": grouped}), "width", 16).model
     assert (wide.heads, wide.head_dim, wide.kv_heads, wide.num_hidden) == (8, 2, 4, 64)
+    gated = dataclasses.replace(model, hidden=None, feed_forward="swiglu")
+    wide = coordinate._resized(run.model_copy(update={"model": gated}), "width", 24).model
+    assert (gated.num_hidden, wide.num_hidden) == (32, 96)  # in proportion; its own default would be 64
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,13 @@ def test_a_killed_sweep_leaves_no_program_behind_and_no_try(store):
     assert store.claim(2).tries == 1
 
 
+def test_a_program_with_a_run_of_another_plan_is_ended(store):
+    store.add_programs([["a", "x"], ["b"]])
+    assert store.drop_foreign(1) == ["x"]
+    assert [program.runs for program in store.programs()] == [("b",)]
+    assert store.pending(1) == ["a", "c", "d"]
+
+
 def test_a_released_program_has_been_tried(store):
     store.add_programs([["a"]])
     store.release(store.claim(1))
