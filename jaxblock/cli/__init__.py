@@ -44,15 +44,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         act = COMMANDS[name](rest)
     except ValueError as error:
         return refuse(error)
+    except BrokenPipeError:
+        return _closed_pipe()
     except KeyboardInterrupt:
         return INTERRUPTED
     try:
         return act()
-    except BrokenPipeError:  # whoever read the output has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CLOSED_PIPE
+    except BrokenPipeError:
+        return _closed_pipe()
     except KeyboardInterrupt:  # a second signal, while the first was being obeyed
         return INTERRUPTED
+
+
+def _closed_pipe() -> int:
+    """Be silent: whoever read the output has enough of it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return CLOSED_PIPE
 
 
 def _overview() -> str:

@@ -1,5 +1,6 @@
 """`jaxblock sweep`: a plan to results, statistics and a report."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,8 +11,9 @@ from typing import Annotated
 
 import tyro
 
-from jaxblock.cli.arguments import Action, Flag, check_arguments, refuse, refuse_flag
+from jaxblock.cli.arguments import Action, Flag, check_arguments, refuse_flag
 
+FAILED = 1
 VALUED, FLAGS = ("store",), ("dry_run", "retry")
 
 
@@ -42,18 +44,22 @@ def sweep(arguments: Sequence[str]) -> Action:
 
     words = [word for word in arguments if word.removeprefix("--").replace("-", "_") not in FLAGS]
     check_arguments(words, VALUED, positionals=1, refuse=lambda flag: refuse_flag(flag, (*VALUED, *FLAGS)))
-    command = tyro.cli(SweepCommand, prog="jaxblock sweep", description=sweep.__doc__, args=list(arguments))
+    command = tyro.cli(SweepCommand, prog="jaxblock sweep", description=_description(), args=list(arguments))
     if command.plan is None and command.store is None:
         raise ValueError("jaxblock sweep needs a plan file, or --store DIR of a sweep that has one")
+    if command.plan is not None and Path(command.plan).is_dir():
+        raise ValueError(
+            f"{command.plan!r} is a folder; go on with the sweep in it by --store {command.plan}"
+        )
     path = Path(command.plan) if command.plan is not None else Path(command.store or "") / "plan.toml"
     plan = read_plan(path)
     prepared = prepare_sweep(plan)
     folder = Path(command.store) if command.store is not None else Path("sweeps") / _plain(plan.sweep.name)
-    _check_folder(folder)
+    _check_folder(folder, plan.sweep.name)
 
     def act() -> int:
         if command.dry_run:
-            found = arms(prepared)
+            found = arms(prepared, folder)
             print(
                 json.dumps({"plan": plan.values(), "arms": found}) if command.json else page(prepared, found)
             )
@@ -61,10 +67,19 @@ def sweep(arguments: Sequence[str]) -> Action:
         try:
             code = run_sweep(prepared, folder, retry=command.retry)
         except SweepError as error:
-            return refuse(ValueError(str(error)))
+            print(f"jaxblock: {error}", file=sys.stderr)
+            return FAILED
         return _report(folder, code, as_json=command.json)
 
     return act
+
+
+def _description() -> str:
+    """Return what `--help` opens with: the command, and what a plan's [sweep] may hold."""
+    from jaxblock.sweeps.plan import SweepConfig
+
+    lines = [f"  {name}: {field.description}" for name, field in SweepConfig.model_fields.items()]
+    return "\n".join([f"{sweep.__doc__}", "", "[sweep] of a plan holds:", *lines])
 
 
 def _leave_the_accelerator() -> None:
@@ -94,18 +109,32 @@ def _report(folder: Path, code: int, *, as_json: bool) -> int:
     return code
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise ValueError for a folder that holds something else than a sweep."""
-    from jaxblock.sweeps.store import FILE, Store
+def _check_folder(folder: Path, name: str) -> None:
+    """Raise ValueError for a folder that cannot be made, or holds something else than this sweep."""
+    from jaxblock.sweeps.schema import NoPlanError
+    from jaxblock.sweeps.store import FILE, STATES, Store
 
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"store is {str(folder)!r}, which is a file; it must be a folder")
-    if (folder / FILE).exists():
-        Store.open(folder).close()
-    elif folder.exists() and any(folder.iterdir()):
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise ValueError(f"store is {str(folder)!r}, and {str(there)!r} is a file; it must be a folder")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"store is {str(folder)!r}, and {str(there)!r} cannot be written to")
+    if not folder.is_dir():
+        return
+    ours = (FILE, f"{FILE}-wal", f"{FILE}-shm", STATES, "plan.toml")
+    if not (folder / FILE).exists() and any(entry.name not in ours for entry in folder.iterdir()):
         raise ValueError(f"store is {str(folder)!r}, a folder that holds other things; name a new one")
+    if (folder / FILE).exists() and Store.has_begun(folder):
+        with contextlib.closing(Store.open(folder)) as store, contextlib.suppress(NoPlanError):
+            other = store.newest_plan()[1]["sweep"]["name"]
+            if other != name:
+                raise ValueError(
+                    f"store is {str(folder)!r}, which holds the sweep {other!r}, and the plan is {name!r}; name "
+                    "another store, or give the plan that name"
+                )
 
 
 def _plain(name: str) -> str:
     """Return a name as a file name."""
-    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name).lstrip(".")
+    plain = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name).strip(".")
+    return plain[:100] or "sweep"

@@ -1,7 +1,9 @@
 """What `jaxblock sweep --dry-run` prints: every program of a plan with what it costs, before anything is run."""
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,16 +15,19 @@ OVERHEAD = 4.0
 """A small model's step takes about so many times its products alone."""
 
 
-def arms(prepared: "Prepared") -> list[dict[str, Any]]:
-    """Return one row a program: its axes, runs, parameters, FLOPs, estimated seconds and bytes."""
+def arms(prepared: "Prepared", folder: Path) -> list[dict[str, Any]]:
+    """Return one row a program: its axes, runs, those that have a result, parameters, FLOPs, seconds and bytes."""
     from jaxblock.sweeps.identity import program_key
     from jaxblock.sweeps.plan import LANE_FIELDS
 
     rows: dict[str, dict[str, Any]] = {}
+    results = _results(folder)
     for run in prepared.runs:
         key = program_key(run.config)
+        done = int(prepared.id_of(run) in results)
         if key in rows:
             rows[key]["runs"] += 1
+            rows[key]["done"] += done
             continue
         known, model = prepared.surveys[key], run.config.model
         axes = {path: value for path, value in run.axes.items() if path not in LANE_FIELDS}
@@ -35,6 +40,7 @@ def arms(prepared: "Prepared") -> list[dict[str, Any]]:
             "sublayers": model.sublayers,
             "width": model.width,
             "runs": 1,
+            "done": done,
             "parameters": known.parameters,
             "flops_per_token": known.flops_per_token,
             "convention": convention,
@@ -48,11 +54,22 @@ def arms(prepared: "Prepared") -> list[dict[str, Any]]:
         row["bytes"] = row["bytes_per_lane"] * lanes
         row["lanes"] = lanes
         if row["flops_per_run"] is not None:
-            training = OVERHEAD * row["runs"] * row["flops_per_run"] / speed
-            row["seconds"] = COMPILE_SECONDS * -(-row["runs"] // lanes) + training
+            left = row["runs"] - row["done"]
+            training = OVERHEAD * left * row["flops_per_run"] / speed
+            row["seconds"] = COMPILE_SECONDS * -(-left // lanes) + training
         else:
             row["seconds"] = None
     return list(rows.values())
+
+
+def _results(folder: Path) -> set[str]:
+    """Return the runs that have a result in a store; none where there is no store yet."""
+    from jaxblock.sweeps.store import FILE, Store
+
+    if not (folder / FILE).exists() or not Store.has_begun(folder):
+        return set()
+    with contextlib.closing(Store.open(folder)) as store:
+        return set(store.results())
 
 
 def products_per_second(width: int) -> float:
@@ -75,7 +92,7 @@ def page(prepared: "Prepared", rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as a table, with their sums and what they rest on."""
     sweep = prepared.plan.sweep
     names = list(rows[0]["axes"]) if rows else []
-    head = [*names, "runs", "lanes", "parameters", "TFLOP/run", "memory", "time"]
+    head = [*names, "runs", "done", "lanes", "parameters", "TFLOP/run", "memory", "time"]
     table = [head]
     for row in rows:
         flops = row["flops_per_run"]
@@ -83,6 +100,7 @@ def page(prepared: "Prepared", rows: Sequence[Mapping[str, Any]]) -> str:
             [
                 *(str(row["axes"][name]) for name in names),
                 str(row["runs"]),
+                str(row["done"]),
                 str(row["lanes"]),
                 f"{row['parameters']['total']:,}",
                 "" if flops is None else f"{flops / 1e12:.3g}",

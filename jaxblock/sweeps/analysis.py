@@ -78,8 +78,8 @@ def analyse(sweep: Sweep) -> Analysis:
         series=series,
         contrasts=contrasts,
         failures=failures,
-        verdicts=verdicts_of(series, contrasts, failures),
-        open_questions=questions_of(sweep, series),
+        verdicts=verdicts_of(sweep, series, contrasts, failures),
+        open_questions=questions_of(sweep, series, contrasts),
     )
 
 

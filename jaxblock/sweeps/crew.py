@@ -1,15 +1,18 @@
 """The worker processes of a sweep: how many there are, and what is done when one dies."""
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from jaxblock.sweeps.outcomes import Outcome
 from jaxblock.sweeps.plan import SweepConfig
-from jaxblock.sweeps.store import Program, Store
+from jaxblock.sweeps.schema import Program
+from jaxblock.sweeps.store import Store
 from jaxblock.sweeps.worker import fail
 
 
@@ -54,9 +57,14 @@ class Crew:
         return bool(self._workers)
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "jaxblock.sweeps.worker", str(self._store.folder)]
+        # The very package that this process runs, whatever stands in the working folder or is installed.
+        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, "-P", "-m", "jaxblock.sweeps.worker", str(self._store.folder)]
         # A session of its own: Ctrl-C in the terminal is the runner's to answer.
-        self._workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+        self._workers.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
+        )
 
     def _bury(self, worker: subprocess.Popen) -> None:
         """Settle what a dead worker left behind."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxblock.sweeps.plan import Plan, Run
+from jaxblock.sweeps.plan import LARGEST, SMALLEST, Plan, Run, check_run
 from jaxblock.sweeps.results import FAILED, Result
 from jaxblock.sweeps.statistics.basin import fit_basin
 from jaxblock.sweeps.statistics.estimate import Refusal
@@ -26,7 +26,8 @@ def wider_runs(plan: Plan, results: Sequence[Result]) -> list[Wider]:
     """Return one more learning rate, with every seed, for each arm whose basin asks for it.
 
     Left or right of the grid by the grid's own last ratio; between the last rate that holds and the first that fails,
-    their geometric mean. An arm whose runs are not all there, or that has one rate, is left as it is.
+    by that ratio too, but at most half-way. At most `sweep.extend` rates an arm, however often a sweep is started. An
+    arm whose runs are not all there, or that has one rate, is left as it is.
     """
     arms: dict[str, list[Result]] = {}
     for result in results:
@@ -34,8 +35,16 @@ def wider_runs(plan: Plan, results: Sequence[Result]) -> list[Wider]:
         arms.setdefault(repr(sorted(rest.items())), []).append(result)
     found = []
     for runs in arms.values():
+        rates = {run.learning_rate for run in runs}
+        if len(rates - set(plan.axes.get(RATE, rates))) >= plan.sweep.extend:
+            continue
         rate = _next_rate(runs)
-        if rate is not None:
+        # In float32, as it is applied: a rate that is there already is no wider grid.
+        if (
+            rate is not None
+            and SMALLEST <= rate <= LARGEST
+            and np.float32(rate) not in {np.float32(other) for other in rates}
+        ):
             found.append(_wider(plan, runs, rate))
     return found
 
@@ -54,10 +63,18 @@ def _next_rate(runs: Sequence[Result]) -> float | None:
     if refusal.side == "right":
         return _rounded(rates[-1] * rates[-1] / rates[-2])
     if refusal.side == "between" or (refusal.rule == "few_rates" and grid.wall.any()):
-        holds = [rate for rate, wall in zip(grid.rates_R, grid.wall, strict=True) if not wall]
-        fails = [rate for rate in grid.rates_R if rate > max(holds)]
-        return _rounded(math.sqrt(max(holds) * min(fails))) if fails else None
+        return _below_the_wall(grid)
     return None
+
+
+def _below_the_wall(grid: Grid) -> float | None:
+    """Return a rate between the last that holds and the first that fails: a step of the grid up, or half-way."""
+    holds = grid.rates_R[~grid.wall]
+    fails = grid.rates_R[grid.wall & (grid.rates_R > holds.max())] if len(holds) else holds
+    if not len(fails):
+        return None
+    step = holds[-1] / holds[-2] if len(holds) > 1 else 2.0
+    return _rounded(min(float(holds[-1] * step), math.sqrt(float(holds[-1] * fails[0]))))
 
 
 def _grid(runs: Sequence[Result], rates: Sequence[float], seeds: Sequence[int]) -> Grid:
@@ -79,8 +96,11 @@ def _wider(plan: Plan, runs: Sequence[Result], rate: float) -> Wider:
         if SEED in axes:
             axes[SEED] = seed
         new.append(Run(axes, plan.config(axes)))
+        check_run(new[-1])
     arm = ", ".join(_words(runs[0].axes))
-    return Wider(tuple(new), f"the learning rates of {arm or 'the only arm'} are widened by {rate:g}")
+    where = f"the best learning rate of {arm or 'the only arm'} lies at the edge of its grid"
+    sentence = f"{where}: {rate:g} is measured too"
+    return Wider(tuple(new), sentence)
 
 
 def _words(axes: Mapping[str, Any]) -> Iterable[str]:
@@ -90,3 +110,20 @@ def _words(axes: Mapping[str, Any]) -> Iterable[str]:
 def _rounded(rate: float) -> float:
     """Return the rate to 6 digits, so that the next one down or up is written as a person would."""
     return float(np.format_float_positional(rate, precision=6, fractional=False))
+
+
+def widened_again(plan: Plan, axes_of_widened: Iterable[Mapping[str, Any]]) -> list[Run]:
+    """Return the runs of this plan at the learning rates that an earlier start widened its arms by.
+
+    An arm that is still in the plan keeps its wider grid, with every seed the plan has now.
+    """
+    found: dict[str, Run] = {}
+    for axes in axes_of_widened:
+        rest = {path: value for path, value in axes.items() if path not in (RATE, SEED)}
+        if set(axes) != set(plan.axes) or any(value not in plan.axes[path] for path, value in rest.items()):
+            continue
+        for seed in plan.axes.get(SEED, (None,)):
+            new = {path: {RATE: axes[RATE], SEED: seed}.get(path, axes[path]) for path in plan.axes}
+            if new[RATE] not in plan.axes[RATE]:
+                found[repr(new)] = Run(new, plan.config(new))
+    return list(found.values())

@@ -6,7 +6,6 @@ The same run has the same id on every machine; a run whose code or data changed 
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +46,13 @@ def run_id(config: TrainConfig, *, data: str) -> str:
       config: the run's.
       data: its corpus's fingerprint.
     """
-    return _hash({"config": _read_values(config), "code": code_fingerprint(), "data": data})
+    return hash_of({"config": _read_values(config), "code": code_fingerprint(), "data": data})
 
 
 def program_key(config: TrainConfig) -> str:
     """Return a hash that two runs share exactly when they can be lanes of one program."""
     values = {path: value for path, value in _read_values(config).items() if path not in LANE_FIELDS}
-    return _hash(values)
+    return hash_of(values)
 
 
 def _read_values(config: TrainConfig) -> dict[str, Any]:
@@ -66,5 +65,6 @@ def _read_values(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _hash(values: Mapping[str, Any]) -> str:
+def hash_of(values: Any) -> str:
+    """Return a hash of plain values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:DIGITS]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 LEAST_FALL = 0.01
-"""A loss that falls by less than this fraction of where it began is on a plateau."""
+"""A loss that ends within this fraction of where it began is on a plateau: batches differ by as much."""
 
 
 class Outcome(NamedTuple):
@@ -38,7 +38,7 @@ def finished(losses: Sequence[float], *, val_loss: float, uniform: float) -> Out
     last = sum(tail) / len(tail)
     if not math.isfinite(val_loss):
         return Outcome("non_finite", "the validation loss at the end was not finite")
-    if last > first:
+    if last > (1 + LEAST_FALL) * first:
         return Outcome("diverged", f"the training loss began at {first:.4f} and ended at {last:.4f}")
     if last > uniform > lowest:
         words = f"fell to {lowest:.4f} and ended at {last:.4f}, above a uniform guess ({uniform:.4f})"

@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pydantic
 
+from jaxblock.config import parse_choice
 from jaxblock.contracts import check_choice, check_integer, check_number
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.config.section import Section
@@ -35,7 +37,21 @@ NOT_READ = (
     "sample.",
 )
 """What a sweep has no use for, and a plan may not set."""
+OTHER_LOSSES = ("run.task", "model.vocab_size", "data.path", "data.separator", "data.validation_tokens")
+"""Axes that would change what a loss is measured on, so that nothing could be compared."""
+CHOICES = (
+    "run.task",
+    "model.residual",
+    "model.positions",
+    "model.initialization",
+    "model.parametrization",
+    "optimizer.algorithm",
+    "optimizer.schedule",
+)
+"""Fields that may say the same in two ways, as "pre_norm" and "pre_norm()"."""
 MOST_RUNS = 10_000
+SMALLEST, LARGEST = 1e-37, 3e38
+"""Bounds of a learning rate: float32's."""
 
 
 class SweepConfig(Section):
@@ -158,8 +174,14 @@ def build_plan(values: Mapping[str, Any]) -> Plan:
         if path in axes:
             raise ValueError(f"{path} is an axis and also given in its section; leave one out")
     plan = Plan(sweep, axes, shared)
+    seen: dict[str, Run] = {}
     for run in plan.runs():
-        _check_run(run)
+        check_run(run)
+        other = seen.setdefault(_canonical(run.config), run)
+        if other is not run:
+            differing = [path for path in axes if run.axes[path] != other.axes[path]] or list(axes)
+            values = " and ".join(repr(one.axes[path]) for path in differing[:1] for one in (other, run))
+            raise ValueError(f"axis {differing[0]!r} has {values}, which are the same; once is enough")
     return plan
 
 
@@ -190,14 +212,19 @@ def _axes(entries: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
             )
         check_path(path, "axis")
         _check_read(path)
+        if path in OTHER_LOSSES:
+            raise ValueError(
+                f"{path} is an axis, and runs that differ in it have losses on other data or other tokens, which "
+                "cannot be compared; make a sweep of each"
+            )
         if not isinstance(values, list) or not values:
             raise ValueError(f"axis {path!r} is {values!r}; it must be a list of at least one value")
         texts = [json.dumps(value, sort_keys=True, default=str) for value in values]
-        for text in texts:
-            if texts.count(text) > 1:
-                raise ValueError(
-                    f"axis {path!r} has the value {text} {texts.count(text)} times; once is enough"
-                )
+        twice = next((text for text in texts if texts.count(text) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"axis {path!r} has the value {twice} {texts.count(twice)} times; once is enough"
+            )
         axes[path] = tuple(values)
         runs *= len(values)
     if runs > MOST_RUNS:
@@ -211,13 +238,14 @@ def _check_read(path: str) -> None:
         raise ValueError(f"{path} is set in the plan, and a sweep does not read it; leave it out")
 
 
-def _check_run(run: Run) -> None:
+def check_run(run: Run) -> None:
     """Raise ValueError for what a config may say and a lane cannot do."""
     config = run.config
-    if config.optimizer.learning_rate <= 0:
+    rate = config.optimizer.learning_rate
+    if not SMALLEST <= rate <= LARGEST:
         raise ValueError(
-            f"optimizer.learning_rate is {config.optimizer.learning_rate}; it must be above 0 in a sweep, whose basins "
-            "lie on a logarithmic axis"
+            f"optimizer.learning_rate is {rate}; it must be above 0 in a sweep, whose basins lie on a logarithmic "
+            f"axis, and a float32: from {SMALLEST:g} to {LARGEST:g}"
         )
     if config.guard.non_finite != "stop" or config.guard.spike != "ignore":
         raise ValueError(
@@ -229,6 +257,20 @@ def _check_run(run: Run) -> None:
             f"optimizer.average is {config.optimizer.average}; a sweep evaluates the parameters themselves, so it "
             "must be 0"
         )
+
+
+def _canonical(config: TrainConfig) -> str:
+    """Return a text that two configs share exactly when they are the same run."""
+    values = {
+        f"{section}.{name}": value
+        for section, entries in config.values().items()
+        for name, value in entries.items()
+    }
+    for path in CHOICES:
+        name, options = parse_choice(path, values[path])
+        values[path] = [name, sorted(options.items())]
+    values["optimizer.learning_rate"] = float(np.float32(values["optimizer.learning_rate"]))
+    return json.dumps(values, sort_keys=True)
 
 
 def _heads(width: Any, head_dim: int) -> Any:

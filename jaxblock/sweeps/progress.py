@@ -7,7 +7,9 @@ from typing import Self
 import rich.console
 import rich.progress
 
-from jaxblock.sweeps.store import DONE, Program, Store
+from jaxblock.sweeps.plan import LANE_FIELDS
+from jaxblock.sweeps.schema import Program
+from jaxblock.sweeps.store import DONE, Store
 
 
 class SweepProgress:
@@ -17,6 +19,7 @@ class SweepProgress:
         self._store, self._start = store, time.perf_counter()
         self._console = rich.console.Console(stderr=True, highlight=False)
         self._said: set[int] = {program.number for program, state in store.progress() if state == DONE}
+        self._names: dict[int, str] = {}
         self._bar: rich.progress.Progress | None = None
         self._task = rich.progress.TaskID(0)
 
@@ -47,7 +50,7 @@ class SweepProgress:
         done = [program for program, state in progress if state == DONE]
         if self._bar is not None:
             running = [program for program, state in progress if state == "running"]
-            words = "; ".join(f"{_name(program)} at step {program.step}" for program in running)
+            words = "; ".join(f"{self._name(program)} at step {program.step}" for program in running)
             runs = sum(len(program.runs) for program, _ in progress)
             finished = sum(len(program.runs) for program in done)
             self._bar.update(
@@ -58,8 +61,13 @@ class SweepProgress:
                 self._said.add(program.number)
                 left = sum(len(other.runs) for other, state in progress if state != DONE)
                 seconds = time.perf_counter() - self._start
-                self.say(f"{_name(program)} done, {len(program.runs)} runs ({left} left, {seconds:.0f} s)")
+                runs = f"{len(program.runs)} runs of {self._name(program)}"
+                self.say(f"after {seconds:.0f} s: {runs} have ended; {left} runs to go")
 
-
-def _name(program: Program) -> str:
-    return f"program {program.number}"
+    def _name(self, program: Program) -> str:
+        """Return what a program's runs share, as "model.depth = 4, model.residual = pre_norm"."""
+        if program.number not in self._names:
+            axes = self._store.axes_of(program.runs[0])
+            shared = [f"{path} = {value}" for path, value in axes.items() if path not in LANE_FIELDS]
+            self._names[program.number] = ", ".join(shared) or "the only program"
+        return self._names[program.number]

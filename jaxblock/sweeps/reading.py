@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxblock.sweeps.results import Event, Profile, Result, Sweep
-from jaxblock.sweeps.store import Program, Store
+from jaxblock.sweeps.schema import Program
+from jaxblock.sweeps.store import Store
 from jaxblock.training.config_file import build_config
 
 MOST_POINTS = 200
@@ -29,6 +30,8 @@ def read_sweep(folder: Path) -> Sweep:
     with contextlib.closing(Store.open(folder)) as store:
         number, plan, facts = store.newest_plan()
         planned = store.planned(number)
+        if not planned:
+            raise ValueError(f"the sweep in {str(folder)!r} has no runs yet: it is just beginning")
         found = store.results()
         programs = {program.number: program for program, _ in store.progress()}
         results = tuple(

@@ -5,6 +5,7 @@ Killed at any moment, the same call goes on; what has a result is not run again.
 
 import contextlib
 import os
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,12 @@ import tomli_w
 
 from jaxblock.sweeps.crew import Crew, SweepError
 from jaxblock.sweeps.environment import describe_environment
-from jaxblock.sweeps.extension import wider_runs
-from jaxblock.sweeps.identity import code_fingerprint, program_key, run_id
-from jaxblock.sweeps.plan import Plan, Run
+from jaxblock.sweeps.extension import widened_again, wider_runs
+from jaxblock.sweeps.identity import code_fingerprint, hash_of, program_key, run_id
+from jaxblock.sweeps.plan import Plan, Run, read_plan
 from jaxblock.sweeps.progress import SweepProgress
 from jaxblock.sweeps.reading import read_sweep
+from jaxblock.sweeps.schema import PlannedRun
 from jaxblock.sweeps.store import Store
 from jaxblock.sweeps.surveys import Survey, survey
 from jaxblock.training.config_file import build_config
@@ -72,30 +74,59 @@ def run_sweep(prepared: Prepared, folder: Path, *, retry: bool = False) -> int:
       retry: whether runs that failed (`RETRIED`) are made again.
 
     Raises:
-      SweepError: another process is running the sweep.
+      SweepError: another process is running the sweep, or its folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder), contextlib.closing(Store.create(folder)) as store, Interrupts() as interrupts:
-        plan = _save(prepared, store)
-        replace_text(folder / "plan.toml", tomli_w.dumps(prepared.plan.values()))
-        _drop_foreign(store, plan)
-        continued = store.reopen()
-        if continued:
-            runs = [run for program in continued for run in program.runs]
-            store.add_event(
-                "resumed", f"the sweep was ended and goes on with {len(runs)} runs in training", runs
-            )
-        if retry:
-            store.forget(RETRIED)
-        for widened in range(prepared.plan.sweep.extend + 1):
-            store.add_programs(_groups(prepared, store, plan))
-            _work(prepared, store, interrupts)
-            if interrupts.signal is not None:
-                store.add_event("interrupted", "the sweep was interrupted")
-                return interrupts.exit_code
-            if widened == prepared.plan.sweep.extend or not _extend(prepared, store, plan):
-                break
-    return 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (
+            _locked(folder),
+            contextlib.closing(Store.create(folder)) as store,
+            Interrupts() as interrupts,
+            SweepProgress(store) as progress,
+        ):
+            return _run(prepared, store, progress, interrupts, retry=retry)
+    except (sqlite3.Error, OSError) as error:  # a full disk, a folder that went away
+        raise SweepError(f"{error}; what is saved stays, and the same command goes on from it") from error
+
+
+def _run(
+    prepared: Prepared, store: Store, progress: SweepProgress, interrupts: Interrupts, *, retry: bool
+) -> int:
+    """Run a sweep that this process holds."""
+    plan = _save(prepared, store)
+    _write_plan(prepared.plan, store.folder / "plan.toml")
+    _drop_foreign(store, plan)
+    if retry:
+        store.forget(RETRIED)
+    _tell_beginning(store, plan, progress)
+    while interrupts.signal is None:
+        store.add_programs(_groups(prepared, store, plan))
+        _work(prepared, store, progress, interrupts)
+        if interrupts.signal is None and not _extend(prepared, store, plan, progress):
+            return 0
+    store.add_event("interrupted", "the sweep was interrupted")
+    return interrupts.exit_code
+
+
+def _write_plan(plan: Plan, path: Path) -> None:
+    """Keep the plan beside its results; a file that says the same, in a user's own words, stays as it is."""
+    with contextlib.suppress(ValueError):
+        if read_plan(path) == plan:
+            return
+    replace_text(path, tomli_w.dumps(plan.values()))
+
+
+def _tell_beginning(store: Store, plan: int, progress: SweepProgress) -> None:
+    """Take up what a killed sweep left, and say what there is to do."""
+    continued = store.reopen()
+    runs = [run for program in continued for run in program.runs]
+    if runs:
+        sentence = f"the sweep had ended early; {len(runs)} runs in training go on from their last save"
+        store.add_event("resumed", sentence, runs)
+        progress.say(sentence)
+    planned, results = store.planned(plan), store.results()
+    done = sum(run[0] in results for run in planned)
+    progress.say(f"{len(planned)} runs, {done} of them done; results in {store.folder}")
 
 
 def _drop_foreign(store: Store, plan: int) -> None:
@@ -114,12 +145,16 @@ def _save(prepared: Prepared, store: Store) -> int:
         "tokens_per_step": first.tokens_per_step,
         "uniform_loss": first.uniform_loss,
     }
-    plan = store.save_plan(prepared.plan.values(), facts)
-    store.add_runs(plan, [_stored(prepared, run) for run in prepared.runs])
+    runs = [_stored(prepared, run) for run in prepared.runs]
+    identity = hash_of([run[0] for run in runs])
+    plan = store.save_plan(prepared.plan.values(), facts, identity=identity)
+    store.add_runs(plan, runs)
+    again = widened_again(prepared.plan, store.widened_axes())
+    store.add_runs(plan, [_stored(prepared, run) for run in again], widened=True)
     return plan
 
 
-def _stored(prepared: Prepared, run: Run) -> tuple[str, dict, dict, dict]:
+def _stored(prepared: Prepared, run: Run) -> PlannedRun:
     config, model = run.config, run.config.model
     known = prepared.survey_of(run)
     about = {
@@ -151,21 +186,22 @@ def _groups(prepared: Prepared, store: Store, plan: int) -> list[list[str]]:
     return [runs[start : start + most] for runs in groups.values() for start in range(0, len(runs), most)]
 
 
-def _extend(prepared: Prepared, store: Store, plan: int) -> bool:
+def _extend(prepared: Prepared, store: Store, plan: int, progress: SweepProgress) -> bool:
     """Add runs where an arm's best learning rate lies at the edge of its grid; return whether there are any."""
     added = wider_runs(prepared.plan, read_sweep(store.folder).results)
     for arm in added:
         stored = [_stored(prepared, run) for run in arm.runs]
-        store.add_runs(plan, stored)
+        store.add_runs(plan, stored, widened=True)
         store.add_event("grid_extended", arm.sentence, [run[0] for run in stored])
+        progress.say(f"{arm.sentence} (sweep.extend = {prepared.plan.sweep.extend})")
     return bool(added)
 
 
-def _work(prepared: Prepared, store: Store, interrupts: Interrupts) -> None:
+def _work(prepared: Prepared, store: Store, progress: SweepProgress, interrupts: Interrupts) -> None:
     """Keep workers at work until no program waits, or a signal comes."""
     if not store.programs():
         return
-    with SweepProgress(store) as progress, Crew(store, prepared.plan.sweep, say=progress.say) as crew:
+    with Crew(store, prepared.plan.sweep, say=progress.say) as crew:
         while crew.is_at_work() and interrupts.signal is None:
             time.sleep(POLL_SECONDS)
             progress.update()

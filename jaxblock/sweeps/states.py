@@ -30,7 +30,7 @@ def load_state(path: Path, like: Any) -> Any | None:
     try:
         with path.open("rb") as file, np.load(file) as arrays:
             found = [arrays[f"arr_{index}"] for index in range(len(arrays.files))]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
         return None
     if len(found) != len(wanted):
         return None

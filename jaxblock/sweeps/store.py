@@ -15,31 +15,13 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from jaxblock.sweeps.schema import SCHEMA, SCHEMA_VERSION
+from jaxblock.sweeps.schema import SCHEMA, SCHEMA_VERSION, LossRow, NoPlanError, PlannedRun, Program, Saved
 
 FILE, STATES = "sweep.sqlite", "states"
 WAITING, RUNNING, DONE = "waiting", "running", "done"
 BUSY_SECONDS = 60.0
-LossRow = tuple[str, int, float | None, float | None]
-"""(run, step, loss, gradient norm); None = not finite."""
-
-
-class Program(NamedTuple):
-    """Runs that are trained at once."""
-
-    number: int
-    runs: tuple[str, ...]
-    """Ids, one a lane, in the order of the lanes."""
-    about: dict[str, Any]
-    """What was measured of it: lanes, compile_s, program_bytes."""
-    tries: int
-    """How often a worker has begun it."""
-    step: int
-    """Steps that are saved."""
-    file: str | None
-    """Name of the state's file; None before the first save."""
 
 
 class Store:
@@ -84,29 +66,43 @@ class Store:
             raise ValueError(_foreign(folder, version))
         return store
 
+    @staticmethod
+    def has_begun(folder: Path) -> bool:
+        """Return whether a folder's file is more than what a sweep leaves that was killed in its first moment."""
+        try:
+            with contextlib.closing(sqlite3.connect(folder / FILE)) as connection:
+                return connection.execute("PRAGMA user_version").fetchone()[0] != 0
+        except sqlite3.Error:
+            return True  # it is something; `open` says what
+
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
 
     # Plans -------------------------------------------------------------------------------------------------
 
-    def save_plan(self, plan: Mapping[str, Any], facts: Mapping[str, Any]) -> int:
-        """Add a plan, unless it is the newest already; return its number."""
-        text = json.dumps(plan)
+    def save_plan(self, plan: Mapping[str, Any], facts: Mapping[str, Any], *, identity: str) -> int:
+        """Add a plan, unless the newest one has the same identity; return its number.
+
+        Args:
+          plan: its values.
+          facts: what is known of it; replaced where the plan is there.
+          identity: differs where any of its runs has another id: another axis, another code, other data.
+        """
+        texts = json.dumps(plan), json.dumps(facts)
         with self._writing() as sql:
-            newest = sql.execute("SELECT number, plan FROM plans ORDER BY number DESC LIMIT 1").fetchone()
-            if newest is not None and newest[1] == text:
-                sql.execute("UPDATE plans SET facts = ? WHERE number = ?", (json.dumps(facts), newest[0]))
+            newest = sql.execute("SELECT number, identity FROM plans ORDER BY number DESC LIMIT 1").fetchone()
+            if newest is not None and newest[1] == identity:
+                sql.execute("UPDATE plans SET plan = ?, facts = ? WHERE number = ?", (*texts, newest[0]))
                 return newest[0]
             row = sql.execute(
-                "INSERT INTO plans (time, plan, facts) VALUES (?, ?, ?)", (now(), text, json.dumps(facts))
+                "INSERT INTO plans (time, identity, plan, facts) VALUES (?, ?, ?, ?)",
+                (now(), identity, *texts),
             )
             return int(row.lastrowid or 0)
 
-    def add_runs(
-        self, plan: int, runs: Sequence[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]]
-    ) -> None:
-        """Add runs to a plan, behind those it has: (id, axes, config, about) each."""
+    def add_runs(self, plan: int, runs: Sequence[PlannedRun], *, widened: bool = False) -> None:
+        """Add runs to a plan, behind those it has; `widened`, where they are not of its axes' product."""
         with self._writing() as sql:
             have = sql.execute("SELECT run FROM planned WHERE plan = ?", (plan,)).fetchall()
             known = {row[0] for row in have}
@@ -117,29 +113,39 @@ class Store:
                     (run, json.dumps(config), json.dumps(about)),
                 )
                 sql.execute(
-                    "INSERT INTO planned VALUES (?, ?, ?, ?)", (plan, position, run, json.dumps(axes))
+                    "INSERT INTO planned VALUES (?, ?, ?, ?, ?)",
+                    (plan, position, run, json.dumps(axes), widened),
                 )
+
+    def widened_axes(self) -> list[dict[str, Any]]:
+        """Return the axes of every run that any plan's grids were widened by."""
+        return [json.loads(row[0]) for row in self._rows("SELECT DISTINCT axes FROM planned WHERE widened")]
 
     def newest_plan(self) -> tuple[int, dict[str, Any], dict[str, Any]]:
         """Return the newest plan's number, values and facts.
 
         Raises:
-          ValueError: there is none yet.
+          NoPlanError: there is none yet.
         """
         row = self._rows("SELECT number, plan, facts FROM plans ORDER BY number DESC LIMIT 1")
         if not row:
-            raise ValueError(
+            raise NoPlanError(
                 f"the sweep in {str(self.folder)!r} has no plan yet: it was ended while it began"
             )
         return row[0][0], json.loads(row[0][1]), json.loads(row[0][2])
 
-    def planned(self, plan: int) -> list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]]:
-        """Return (id, axes, config, about) of every run of a plan, in order."""
+    def planned(self, plan: int) -> list[PlannedRun]:
+        """Return every run of a plan, in order."""
         rows = self._rows(
             "SELECT run, axes, config, about FROM planned JOIN runs ON id = run WHERE plan = ? ORDER BY position",
             plan,
         )
         return [(run, *(json.loads(text) for text in texts)) for run, *texts in rows]
+
+    def axes_of(self, run: str) -> dict[str, Any]:
+        """Return a run's value on every axis of the newest plan that has it."""
+        rows = self._rows("SELECT axes FROM planned WHERE run = ? ORDER BY plan DESC LIMIT 1", run)
+        return json.loads(rows[0][0]) if rows else {}
 
     def config(self, run: str) -> dict[str, Any]:
         """Return a run's config as plain values."""
@@ -340,17 +346,6 @@ class Store:
 
     def _version(self) -> int:
         return int(self._rows("PRAGMA user_version")[0][0])
-
-
-class Saved(NamedTuple):
-    """A chunk that is done and saved."""
-
-    step: int
-    """Steps made so far."""
-    steps: int
-    """Steps of the chunk."""
-    seconds: float
-    file: str
 
 
 def now() -> str:

@@ -21,8 +21,9 @@ from jaxblock.sweeps.identity import program_key, run_id
 from jaxblock.sweeps.lanes import Lane, LaneProgram, least_bytes
 from jaxblock.sweeps.outcomes import Outcome, finished, stopped
 from jaxblock.sweeps.plan import SweepConfig
+from jaxblock.sweeps.schema import LossRow, Program, Saved
 from jaxblock.sweeps.states import load_state, save_state
-from jaxblock.sweeps.store import STATES, LossRow, Program, Saved, Store
+from jaxblock.sweeps.store import STATES, Store
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.config_file import build_config
 from jaxblock.training.host_memory import keep_freed_memory
@@ -121,9 +122,7 @@ class Job:
 
     def _forget_states(self, *, but: str = "") -> None:
         """Remove the program's saved states, all but one."""
-        for file in (self.store.folder / STATES).glob(f"{self.program.number}-*.npz"):
-            if file.name != but:
-                file.unlink(missing_ok=True)
+        forget_states(self.store, self.program, but=but)
 
     def _rows(self, metrics: StepMetrics, done: int, alive: np.ndarray) -> list[LossRow]:
         """Return the rows of a chunk: every lane's steps up to the first one that changed nothing."""
@@ -196,6 +195,14 @@ def fail(store: Store, program: Program, outcome: Outcome, *, steps: int) -> Non
         "program": program.number,
     }
     store.finish(program, dict.fromkeys(program.runs, result))
+    forget_states(store, program)
+
+
+def forget_states(store: Store, program: Program, *, but: str = "") -> None:
+    """Remove a program's saved states, all but one."""
+    for file in (store.folder / STATES).glob(f"{program.number}-*.npz*"):
+        if file.name != but:
+            file.unlink(missing_ok=True)
 
 
 def uniform_loss(task: Task, config: TrainConfig) -> float:

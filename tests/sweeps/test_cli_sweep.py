@@ -7,7 +7,8 @@ import pytest
 import tomli_w
 
 from jaxblock.cli import main
-from jaxblock.sweeps.plan import read_plan
+from jaxblock.sweeps.plan import SweepConfig, read_plan
+from jaxblock.sweeps.store import Store
 from tests.sweeps.small_sweeps import values
 
 PLANS = sorted((Path(__file__).resolve().parents[2] / "configs" / "sweeps").glob("*.toml"))
@@ -50,6 +51,8 @@ def refused(capsys, *arguments):
         (["plan.toml", "--store", "full"], "holds other things"),
         (["plan.toml", "other.toml"], "unexpected argument"),
         (["--store", "missing"], "does not exist"),
+        (["plan.toml", "--store", "plan.toml/x"], "is a file"),
+        (["full"], "go on with the sweep in it by --store full"),
     ],
 )
 def test_bad_arguments_are_refused(plan_file, capsys, arguments, sentence):
@@ -62,6 +65,23 @@ def test_a_model_that_cannot_be_built_is_refused_before_anything_is_written(plan
     made = values(plan_file.parent, model={"context": 4000})
     plan_file.write_text(tomli_w.dumps(made), encoding="utf-8")
     assert "context" in refused(capsys, "sweep", "plan.toml")
+
+
+def test_the_store_of_another_sweep_is_refused(plan_file, capsys):
+    folder = plan_file.parent / "other"
+    store = Store.create(folder)
+    assert main(["sweep", "plan.toml", "--store", "other", "--dry-run"]) == 0  # ended in its first moment
+    store.save_plan({"sweep": {"name": "other"}, "axes": {}}, {}, identity="i")
+    store.close()
+    capsys.readouterr()
+    assert "holds the sweep 'other'" in refused(capsys, "sweep", "plan.toml", "--store", "other")
+
+
+def test_help_says_what_a_plan_may_hold(capsys):
+    with pytest.raises(SystemExit):
+        main(["sweep", "--help"])
+    text = capsys.readouterr().out
+    assert all(f"{name}:" in text for name in SweepConfig.model_fields)
 
 
 def test_report_refuses_a_folder_that_is_no_sweep(plan_file, capsys):

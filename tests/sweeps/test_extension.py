@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxblock.sweeps.extension import wider_runs
+from jaxblock.sweeps.extension import widened_again, wider_runs
 from jaxblock.sweeps.results import Result
 from tests.sweeps.small_sweeps import plan
 
@@ -40,7 +40,7 @@ def results(made, *, best, fail_from=1.0, missing=0):
 
 @pytest.fixture
 def made(tmp_path):
-    return plan(tmp_path, axes={"optimizer.learning_rate": RATES, "run.seed": [0, 1, 2]})
+    return plan(tmp_path, sweep={"extend": 1}, axes={"optimizer.learning_rate": RATES, "run.seed": [0, 1, 2]})
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def made(tmp_path):
         (4e-3, 1.0, []),  # inside
         (1e-4, 1.0, [5e-4]),
         (1e-1, 1.0, [3.2e-2]),
-        (1e-1, 4e-3, [pytest.approx(5.65685e-3)]),  # between what holds and what fails
+        (1e-1, 4e-3, [pytest.approx(5.65685e-3)]),  # half-way to what fails
     ],
 )
 def test_the_next_rate_is_where_the_minimum_is(made, best, fail_from, wanted):
@@ -75,10 +75,35 @@ def test_each_arm_is_widened_by_itself(tmp_path):
         "optimizer.learning_rate": RATES,
         "run.seed": [0, 1, 2],
     }
-    made = plan(tmp_path, axes=axes)
+    made = plan(tmp_path, sweep={"extend": 1}, axes=axes)
     low, high = results(made, best=1e-4), results(made, best=4e-3)
     mixed = [a if a.axes["model.residual"] == "post_norm" else b for a, b in zip(low, high, strict=True)]
     added = wider_runs(made, mixed)
     assert len(added) == 1
     assert {run.axes["model.residual"] for run in added[0].runs} == {"post_norm"}
     assert "post_norm" in added[0].sentence
+
+
+def test_an_arm_is_widened_so_often_however_often_the_sweep_is_started(made):
+    first = wider_runs(made, results(made, best=1e-4))
+    wider = made._replace(axes={**made.axes, "optimizer.learning_rate": (5e-4, *RATES)})
+    assert wider_runs(made, results(wider, best=1e-4)) == []
+    assert len(first) == 1
+
+
+def test_a_rate_that_is_no_float32_is_not_measured(tmp_path):
+    rates = [1e-37, 2e-37, 4e-37, 8e-37]
+    axes = {"optimizer.learning_rate": rates, "run.seed": [0, 1, 2]}
+    made = plan(tmp_path, sweep={"extend": 1}, axes=axes)
+    assert wider_runs(made, results(made, best=rates[0] / 100)) == []
+
+
+def test_a_later_plan_keeps_the_wider_grid_of_the_arms_it_has(made, tmp_path):
+    widened = [run.axes for wider in wider_runs(made, results(made, best=1e-4)) for run in wider.runs]
+    more = plan(tmp_path, axes={"optimizer.learning_rate": RATES, "run.seed": [0, 1, 2, 3]})
+    again = widened_again(more, widened)
+    assert [(run.axes["optimizer.learning_rate"], run.axes["run.seed"]) for run in again] == [
+        (5e-4, seed) for seed in range(4)
+    ]
+    other = plan(tmp_path, axes={"optimizer.learning_rate": RATES, "optimizer.warmup": [0.0, 0.1]})
+    assert widened_again(other, widened) == []

@@ -67,6 +67,13 @@ def test_heads_follow_the_width(tmp_path):
         ({"axes": {"run.seed": [1, 1]}}, "2 times"),
         ({"axes": {"run.seed": [1, -1]}}, "run.seed is -1"),
         ({"axes": {"run.seed": [0, "1"]}}, "run.seed"),
+        ({"axes": {"optimizer.learning_rate": [1.0, 1.00000001]}}, "1.0 and 1.00000001, which are the same"),
+        (
+            {"axes": {"model.residual": ["pre_norm", "pre_norm()"]}},
+            "'pre_norm' and 'pre_norm()', which are the same",
+        ),
+        ({"axes": {"optimizer.learning_rate": [1e300]}}, "from 1e-37 to 3e+38"),
+        ({"axes": {"model.vocab_size": [256, 512]}, "model": {"vocab_size": None}}, "cannot be compared"),
         ({"axes": {"run.dir": ["a"]}}, "a sweep does not read it"),
         ({"watch": {"figure_seconds": 1.0}}, "a sweep does not read it"),
         ({"run": {"seed": 1}}, "run.seed is an axis and also"),

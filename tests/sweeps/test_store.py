@@ -7,14 +7,15 @@ import pytest
 
 from jaxblock.sweeps.outcomes import finished, stopped
 from jaxblock.sweeps.reading import thinned
+from jaxblock.sweeps.schema import Saved
 from jaxblock.sweeps.states import load_state, save_state
-from jaxblock.sweeps.store import FILE, Saved, Store
+from jaxblock.sweeps.store import FILE, Store
 
 
 @pytest.fixture
 def store(tmp_path):
     made = Store.create(tmp_path)
-    number = made.save_plan({"sweep": {"name": "s"}, "axes": {}}, {})
+    number = made.save_plan({"sweep": {"name": "s"}, "axes": {}}, {}, identity="i")
     made.add_runs(number, [(name, {"run.seed": i}, {}, {}) for i, name in enumerate("abcd")])
     yield made
     made.close()
@@ -100,9 +101,13 @@ def test_only_what_failed_is_forgotten(store):
 
 
 def test_an_equal_plan_is_the_same_and_another_one_is_kept_beside_it(store):
-    assert store.save_plan({"sweep": {"name": "s"}, "axes": {}}, {}) == 1
-    assert store.save_plan({"sweep": {"name": "t"}, "axes": {}}, {}) == 2
-    store.add_runs(2, [("a", {}, {}, {}), ("e", {}, {}, {})])
+    values = {"sweep": {"name": "s"}, "axes": {}}
+    assert store.save_plan(values, {"load": 2}, identity="i") == 1
+    assert store.newest_plan()[2] == {"load": 2}
+    assert store.save_plan(values, {}, identity="j") == 2  # another code or other data: other runs
+    store.add_runs(2, [("a", {}, {}, {})])
+    store.add_runs(2, [("e", {"x": 1}, {}, {})], widened=True)
+    assert store.widened_axes() == [{"x": 1}]
     assert [run[0] for run in store.planned(1)] == list("abcd")
     assert [run[0] for run in store.planned(2)] == ["a", "e"]
 
@@ -144,7 +149,8 @@ def test_a_state_comes_back_bit_for_bit_and_a_damaged_one_not_at_all(tmp_path):
     [
         ([5.6, 5.0, 4.0], "ok"),
         ([5.6, 5.59, 5.58], "plateau"),
-        ([5.6, 5.0, 5.7], "diverged"),
+        ([5.5, 5.49, 5.53], "plateau"),  # batches differ by as much
+        ([5.5, 5.0, 5.7], "diverged"),
         ([8.5, 5.0, 6.0], "diverged"),  # back above a uniform guess
         ([8.5, 7.0, 6.0], "ok"),  # not yet below one
     ],
