@@ -23,6 +23,12 @@ Expected, slope d log mean |x_S| / d log L (published: read off the figure):
                                                about -0.42
                 t = 9         within +-0.1: updates add up in one direction, L of size 1 / L; published about 0
 
+Found, 3 seeds: at 1e-3, too small a rate for this width and these initial values, alpha = 0 rises from +0.60 by 0.20
+only and alpha = 1 stays at -0.37, both outside; alpha = 1/2 stays at +0.04 to +0.09. At 4e-3 alpha = 0 goes from +0.60
+to +1.33 and alpha = 1 from -0.43 to +0.10, as published; alpha = 1/2 drifts from +0.07 to +0.17. Most intervals of 3
+seeds reach across a bound of their band: not resolved, exit code 1. At 1.25e-2 (an earlier run, 8 rows) alpha = 1 went
+on to +0.36: where the slope of ten steps crosses 0 depends on the rate; the order of the arms does not.
+
 An expectation holds where the whole 95 % t interval over seeds lies in its band, is OUTSIDE where all of it lies
 outside, else not resolved; the exit code is 1 unless all hold. Writes experiments/results/completep_depth.csv and
 experiments/figures/completep_depth.png.

@@ -19,9 +19,9 @@ class ReportCommand:
     """Write the report of a sweep, finished or not."""
 
     sweep: Annotated[str, tyro.conf.Positional]
-    """The sweep's folder. report.html, results.csv, verdicts.json, tables/ and figures/ are written into it."""
+    """The sweep's folder. report.html, results.csv, columns.csv, verdicts.json, tables/ and figures/ are written into it."""
     json: Flag = False
-    """Print one line of JSON: the page's path and the verdicts."""
+    """Print one line of JSON: the page's path and what verdicts.json holds."""
 
 
 def report(arguments: Sequence[str]) -> Action:
@@ -49,8 +49,8 @@ def print_report(sweep: "Sweep", folder: Path, *, as_json: bool) -> None:
     from jaxblock.sweeps.report import write_report
 
     page = write_report(sweep, folder)
-    verdicts = json.loads((folder / "verdicts.json").read_text(encoding="utf-8"))
-    print(json.dumps({"report": str(page), "verdicts": verdicts}) if as_json else _words(page, verdicts))
+    found = json.loads((folder / "verdicts.json").read_text(encoding="utf-8"))
+    print(json.dumps({"report": str(page), **found}) if as_json else _words(page, found["verdicts"]))
 
 
 def _words(page: Path, verdicts: Sequence[dict[str, Any]]) -> str:

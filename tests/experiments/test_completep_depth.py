@@ -5,8 +5,9 @@ import csv
 import numpy as np
 import pytest
 
-from experiments.completep_depth import ARMS, DEPTHS, LAST, STEPS, config_of, report, write_table
+from experiments.completep_depth import ARMS, DEPTHS, LAST, STEPS, config_of, placed, report, write_table
 from jaxblock.sweeps.coordinate_slopes import CoordinateCheck, NonFinite
+from jaxblock.sweeps.statistics.estimate import Estimate
 
 
 def check(start: float, end: float, *, lost: tuple[NonFinite, ...] = ()) -> CoordinateCheck:
@@ -56,7 +57,15 @@ def test_a_run_that_is_not_finite_is_named_and_no_slope_is_made_up():
     lines, good = report(found)
     assert not good
     assert "size=64, seed=1, step=4" in lines[-1]
-    assert sum("OUTSIDE" in line for line in lines) == 1
+    assert sum("not resolved" in line for line in lines) == 1
+
+
+def test_an_interval_across_a_bound_is_neither():
+    found = Estimate(value=0.05, low=0.0, high=0.15, n=3, interval="95 % t")
+    assert placed(found, -0.1, 0.1) == "not resolved"
+    assert placed(found, -0.1, 0.2) == "inside"
+    assert placed(found, 0.2, 0.3) == "OUTSIDE"
+    assert placed(found, -0.3, -0.1) == "OUTSIDE"
 
 
 def test_the_arms_differ_in_their_parametrization_alone():

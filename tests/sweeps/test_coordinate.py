@@ -162,7 +162,7 @@ def test_slopes_are_those_of_the_law():
         ({"final_stream": 0.2}, 0.01, "depth", "fail"),
         ({"change": -0.2}, 0.01, "depth", "fail"),  # lazy
         ({"logits": 0.1}, 0.01, "depth", "not resolved"),
-        ({}, 0.5, "depth", "not resolved"),
+        ({}, 0.2, "depth", "not resolved"),
     ],
 )
 def test_the_verdict_compares_whole_intervals_with_the_band(slopes, noise, axis, wanted):

@@ -114,6 +114,8 @@ def best_note(basin: Basin | Refusal) -> str:
     if isinstance(basin, Refusal) and basin.rule == "not_tuned":
         return "at the only learning rate that was run: not tuned"
     chosen = "optimistic: the rate was chosen on the same seeds"
+    if isinstance(basin, Refusal) and basin.side == "finer":
+        return f"{chosen}; an upper bound of the tuned loss: the rates are too far apart to fit its minimum"
     if isinstance(basin, Refusal) and basin.side:
         return f"{chosen}; an upper bound of the tuned loss: the grid does not enclose the minimum"
     return chosen
@@ -156,10 +158,14 @@ def first_runs(runs: Sequence[Result]) -> list[Result]:
 
 
 def costs_of(runs: Sequence[Result]) -> dict[str, Any]:
-    """Return lanes, seconds and bytes of one run's share, and compile seconds, as fields of an `Arm`."""
+    """Return lanes, seconds and bytes of one run's share, and compile seconds, as fields of an `Arm`.
+
+    A widened grid adds programs of few lanes, whose share per run is another: the program with the most lanes speaks.
+    """
     programs = {(run.lanes, run.compile_s, run.step_s, run.program_bytes) for run in runs if run.lanes > 0}
-    steps = [step / lanes for lanes, _, step, _ in programs if step is not None]
-    sizes = [size / lanes for lanes, _, _, size in programs if size is not None]
+    most = max((lanes for lanes, *_ in programs), default=0)
+    steps = [step / lanes for lanes, _, step, _ in programs if step is not None and lanes == most]
+    sizes = [size / lanes for lanes, _, _, size in programs if size is not None and lanes == most]
     compiles = [compile_s for _, compile_s, _, _ in programs if compile_s is not None]
     return {
         "lanes": tuple(sorted({lanes for lanes, *_ in programs})),

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from jaxblock.sweeps.findings.records import Arm, Question, Series
+from jaxblock.sweeps.findings.records import Arm, Contrast, Question, Series
 from jaxblock.sweeps.results import Sweep
+from jaxblock.sweeps.statistics.basin import Basin
 from jaxblock.sweeps.statistics.estimate import Estimate, Refusal
 
 NOT_TUNED = ("optimizer.", "loss.", "data.batch", "data.accumulation", "run.steps")
@@ -20,16 +21,21 @@ SIDES = {
     "left": "a lower learning rate",
     "right": "a higher learning rate",
     "between": "a learning rate between the last that holds and the first that fails",
+    "finer": "learning rates between those around the minimum",
 }
 
 
-def questions_of(sweep: Sweep, series: Sequence[Series]) -> tuple[Question, ...]:
-    """Return the questions by topic: fixed, horizon, seeds, rates, refused, runs, start."""
+def questions_of(
+    sweep: Sweep, series: Sequence[Series], contrasts: Sequence[Contrast]
+) -> tuple[Question, ...]:
+    """Return the questions by topic: fixed, horizon, seeds, rates, misfit, evaluation, refused, runs, start."""
     return (
         *fixed(sweep),
         *horizon(sweep, series),
         *seeds(series),
         *rates(series),
+        *misfits(series),
+        *evaluation(series, contrasts),
         *refused(series),
         *missing_runs(sweep),
         *starts(series),
@@ -93,6 +99,34 @@ def rates(series: Sequence[Series]) -> Iterator[Question]:
             yield Question(
                 topic="rates", sentence=f"no learning-rate optimum, {name}: {arm.basin.sentence}{more}"
             )
+
+
+def misfits(series: Sequence[Series]) -> Iterator[Question]:
+    """Name the largest misfit: by so much the losses between the measured rates are unknown."""
+    found = [(arm.basin.misfit, name) for name, arm in arms_of(series) if isinstance(arm.basin, Basin)]
+    largest, where = max(found, default=(0.0, ""))
+    if largest > 0:
+        yield Question(
+            topic="misfit",
+            sentence=f"a finer grid of rates: the fitted parabolas miss the measured means by up to {largest:.2g} nats "
+            f"({where}), and every loss at an optimum is uncertain by its misfit",
+        )
+
+
+def evaluation(series: Sequence[Series], contrasts: Sequence[Contrast]) -> Iterator[Question]:
+    """Name the evaluation's own error where it is more than half of the largest difference."""
+    differences = [abs(one.difference.value) for one in contrasts if isinstance(one.difference, Estimate)]
+    errors = [
+        (arm.evaluation_error, name) for name, arm in arms_of(series) if arm.evaluation_error is not None
+    ]
+    error, where = max(errors, default=(0.0, ""))
+    if differences and error > max(differences) / 2:
+        yield Question(
+            topic="evaluation",
+            sentence=f"more validation batches: the standard error of one run's validation loss is up to {error:.2g} "
+            f"nats ({where}), and the largest difference is {max(differences):.2g}; every run reads the same batches, so "
+            "the error cancels partly in a difference, but none of it says how far other batches would agree",
+        )
 
 
 def refused(series: Sequence[Series]) -> Iterator[Question]:

@@ -4,6 +4,7 @@ Every statistic is an `Estimate` (value, low, high, n, interval) or a `Refusal` 
 blocks, losses are nats per target, learning rates are peak rates.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from jaxblock.sweeps.statistics.transfer import StableRate, Transfer
 
 STATUSES: Mapping[str, str] = {
     "pass": "shown by the data, with an interval",
+    "note": "a count or a fact of this grid of runs: it shows nothing beyond them",
     "warn": "not resolved, or true with a reservation that the sentence names",
     "fail": "shown by the data that it does not hold",
     "refused": "a rule forbids the statement; `rule` says which",
@@ -98,11 +100,12 @@ class Arm:
     still_falling: Estimate | Refusal
     """Slope of the training loss over the last tenth of the steps, nats per 1,000 steps, at `best_rate`."""
     lanes: tuple[int, ...]
-    """Lane counts of the programs that trained these runs."""
+    """Lane counts of the programs that trained these runs; times and bytes are those of the one with the most."""
     step_s: float | None
-    """Seconds per step of one run's share: step of the program / lanes, median over programs; None if not measured."""
+    """Seconds per step of one run's share: step / lanes of the program with the most lanes (the median of several
+    such); None if not measured."""
     run_bytes: float | None
-    """Bytes per run: bytes of the program / lanes, largest of the programs."""
+    """Bytes per run: bytes / lanes of the program with the most lanes."""
     compile_s: float | None
     """Seconds of compiling, summed over the programs of this arm as far as the results tell them apart."""
 
@@ -159,11 +162,18 @@ class Contrast:
     reference: str
     depth: int
     detectable: float | Refusal
-    """Smallest difference found with 80 % power at level .05, nats; read it first."""
+    """Smallest difference found with 80 % power at level .05 / comparisons, plus `misfit`, nats; read it first."""
     difference: Estimate | Refusal
-    """Loss of `series` less loss of `reference`, nats: below zero where `series` is better."""
+    """Loss of `series` less loss of `reference`, nats: below zero where `series` is better.
+
+    The paired t interval, adjusted for `comparisons` (Bonferroni) and widened by `misfit` on both sides.
+    """
+    comparisons: int
+    """Contrasts of the analysis that the interval, `detectable` and `p_holm` are adjusted for; 0 where refused."""
+    misfit: float | None
+    """Sum of the misfits of both arms' parabolas, nats: a difference up to it may be none. None where refused."""
     p: float | None
-    """Two-sided paired t test."""
+    """Two-sided paired t test of a difference no larger than `misfit`."""
     p_holm: float | None
     """The same, adjusted over every contrast of the analysis (Holm)."""
     pairs: int
@@ -171,7 +181,9 @@ class Contrast:
     excluded: int
     """Seeds left out because a run of either side failed or is not there."""
     status: str
-    """"resolved", "not resolvable" (|difference| < detectable), "not significant", or "refused"."""
+    """"resolved" (the interval leaves 0 out, so that p_holm < .05), "not resolvable" (it does not), or "refused"."""
+    phrase: str
+    """What the status means, for a table or a caption: "worse", "better", "not resolvable", or why it is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +214,7 @@ class Question:
     """Something that would change a conclusion."""
 
     topic: str
-    """"fixed", "horizon", "seeds", "rates", "refused", "runs", "start"."""
+    """"fixed", "horizon", "seeds", "rates", "misfit", "evaluation", "refused", "runs", "start"."""
     sentence: str
 
 
@@ -219,6 +231,41 @@ class Verdict:
     """Numbers of the sentence; empty where the status is refused."""
     rule: str = ""
     """The rule of a refused one."""
+    headline: int = 10
+    """Importance, 0 first; the verdicts of an analysis are in this order.
+
+    0 the answer (which series is better), 1 each contrast, 2 whether the optimum moves with depth, 3 loss against
+    depth, 4 regret, 5 growth of the stream, 6 gradient, 7 divergence, 8 time and bytes, 9 horizon, 10 runs.
+    """
+    series: str = ""
+    """Label of the series it is about; "" where it is about all."""
+    reference: str = ""
+    """Label of the series it is compared with; "" where there is none."""
+    depth: int | None = None
+    """In blocks; None where it is about several."""
+    quantity: str = ""
+    """What `estimate` is, as "difference in loss" or "slope of the optimal learning rate"."""
+    unit: str = ""
+    """Of `estimate`, as "nats"."""
+    estimate: Estimate | None = None
+    """The number it rests on; None where it is refused or a count."""
+    refusal: Refusal | None = None
+    """Why there is no number; None where the status is not "refused"."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as what JSON can hold: what "verdicts" of the file for machines lists.
+
+        {"id", "status", "headline", "series", "reference", "depth", "quantity", "unit", "sentence", "numbers",
+        "estimate": {"value", "low", "high", "n", "interval"} or None, "refusal": {"rule", "sentence"} or None}.
+        """
+        refusal = self.refusal and {"rule": self.refusal.rule, "sentence": self.refusal.sentence}
+        names = ("id", "status", "headline", "series", "reference", "depth", "quantity", "unit", "sentence")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "numbers": dict(self.numbers),
+            "estimate": self.estimate and dataclasses.asdict(self.estimate),
+            "refusal": refusal,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,13 +122,14 @@ def power_of(measured: Sequence[Measured], values: Sequence[Mapping[int, float]]
 
 
 def line_of(measured: Sequence[Measured], values: Sequence[float | None]) -> Line | Refusal:
-    """Return a cost per run against depth; refused where programs trained different numbers of runs at once."""
+    """Return a cost per run against depth; refused where the depths' largest programs trained different numbers."""
     found = [(one.arm, value) for one, value in zip(measured, values, strict=True) if value is not None]
-    lanes = sorted({count for arm, _ in found for count in arm.lanes})
+    lanes = sorted({max(arm.lanes) for arm, _ in found})
     if len(lanes) > 1:
         words = ", ".join(map(str, lanes))
         return Refusal(
-            rule="lanes_differ", sentence=f"programs of {words} lanes: one run's share is not the same"
+            rule="lanes_differ",
+            sentence=f"the largest programs of the depths have {words} lanes: one run's share is not the same",
         )
     return straight_line([float(arm.depth) for arm, _ in found], [value for _, value in found])
 

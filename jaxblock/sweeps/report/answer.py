@@ -1,38 +1,26 @@
 """The top of the page: what was found, how sure it is, what is refused, and what would change it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxblock.sweeps.findings.records import STATUSES, Findings, Verdict
 from jaxblock.sweeps.report.markup import Child, Markup, join, tag
-from jaxblock.sweeps.report.material import Material
-from jaxblock.sweeps.statistics.estimate import RULES
+from jaxblock.sweeps.report.material import Material, listed, short
+from jaxblock.sweeps.statistics.estimate import RULES, Refusal
 
-WORDS = {"pass": "shown", "warn": "open", "fail": "fails", "refused": "refused"}
-"""Status -> what the page calls it."""
-TOPICS = 3
-"""Most topics of the paragraph; the rest is in the list below it."""
 SHOWN = 12
 """Most verdicts before the rest is folded."""
+MOST = 3
+"""Most sentences, and most series, in a paragraph of the answer."""
 
 
 def answer(findings: Findings) -> list[Markup]:
-    """Return the paragraphs that answer the sweep's question, in the verdicts' own sentences."""
-    found: dict[str, list[Verdict]] = {}
-    for verdict in findings.verdicts:
-        if verdict.status in ("pass", "fail"):
-            found.setdefault(_topic(verdict), []).append(verdict)
-    counts = {status: sum(one.status == status for one in findings.verdicts) for status in STATUSES}
-    words = {"pass": "shown", "fail": "shown to fail", "warn": "open", "refused": "refused"}
-    counted = ", ".join(f"{counts[status]} {word}" for status, word in words.items())
-    sentences = [_of_topic(verdicts) for verdicts in found.values()]
-    paragraphs = [
-        tag(
-            "p",
-            " ".join(sentences[:TOPICS]) or "Nothing is resolved by the runs so far.",
-            {"class": "answer"},
-        ),
-        tag("p", f"How sure, in statements: {counted}. Intervals are 95 %."),
-    ]
+    """Return the answer to the sweep's question: ranking, transfer of the rate, loss against depth, in this order."""
+    said = (
+        ("Which series is better", ranking_answer(findings)),
+        ("Does the learning rate transfer over depth", transfer_answer(findings)),
+        ("Loss against depth", loss_answer(findings)),
+    )
+    paragraphs = [tag("p", [tag("strong", lead), " ", words], {"class": "answer"}) for lead, words in said]
     refused = [one for one in findings.verdicts if one.status == "refused"]
     if refused:
         rules = dict.fromkeys(one.rule for one in refused)
@@ -41,6 +29,60 @@ def answer(findings: Findings) -> list[Markup]:
             tag("p", [tag("strong", "What is refused, and why: "), f"{why}."], {"class": "refused-answer"})
         )
     return paragraphs
+
+
+def ranking_answer(findings: Findings) -> str:
+    """Return which series are shown to differ, or that none is and which difference is nearest to it."""
+    if len(findings.series) < 2:
+        return "The sweep has one series, so there is nothing to rank."
+    summary = [_sentence(one) for one in findings.verdicts if one.headline == 0]
+    ranked = _topic(findings, "ranking", but=0)
+    shown = [one for one in ranked if one.status in ("pass", "fail")]
+    if shown:
+        return " ".join([*summary, f"Shown, {len(shown)} of {len(ranked)} comparisons:", _first(shown)])
+    tested = [one for one in ranked if one.status != "refused"]
+    if tested:
+        nearest = min(tested, key=lambda one: (one.numbers.get("p_holm", 1.0), -_reach(one)))
+        none = f"No difference between the series is resolved in any of {len(ranked)} comparisons."
+        return " ".join([*(summary or [none]), f"Nearest: {_sentence(nearest)}"])
+    return " ".join(summary or ["No comparison can be made.", _first(ranked)]).strip()
+
+
+def transfer_answer(findings: Findings) -> str:
+    """Return whether the optimum moves with depth, and what keeping one rate costs."""
+    words = [_judged(findings, "learning_rate_transfer")]
+    costs = [one for one in _topic(findings, "regret") if one.status != "refused"]
+    dear = [one for one in costs if one.status == "fail"]
+    if dear:
+        words.append(_first(dear))
+    elif costs:
+        most = max(costs, key=lambda one: one.numbers.get("regret_high", 0.0))
+        words.append(f"No cost of keeping one rate is resolved; the largest it may be: {_sentence(most)}")
+    return " ".join(words)
+
+
+def loss_answer(findings: Findings) -> str:
+    """Return the law of the loss in depth, and the tuned losses at the ends of the depths."""
+    ends = []
+    for series in findings.series:
+        tuned = [(arm.depth, arm.basin.loss) for arm in series.arms if not isinstance(arm.basin, Refusal)]
+        if tuned:
+            kept = tuned[:: max(1, len(tuned) - 1)]
+            ends.append(
+                f"{series.label} " + ", ".join(f"{short(loss)} at depth {depth}" for depth, loss in kept)
+            )
+    at_ends = f"At each arm's own optimum, nats: {listed(ends, MOST)}." if ends else "No arm has an optimum."
+    return f"{at_ends} {_judged(findings, 'loss_law')}"
+
+
+def status_legend(findings: Findings) -> Markup:
+    """Return the words of the statuses, the same as in verdicts.json, with their meaning and count."""
+    counts = {status: sum(one.status == status for one in findings.verdicts) for status in STATUSES}
+    items = [
+        tag("li", [_word(status), tag("span", f"{counts[status]}: {meaning}")])
+        for status, meaning in STATUSES.items()
+    ]
+    return tag("ul", items, {"class": "statuses", "aria-label": "What the words of the verdicts mean"})
 
 
 def unfinished(material: Material) -> Markup | None:
@@ -54,11 +96,10 @@ def unfinished(material: Material) -> Markup | None:
 
 
 def verdict_list(findings: Findings) -> Markup | None:
-    """Return every verdict with its status: what is resolved first, what is refused last."""
+    """Return every verdict with its status, in the analysis' order of importance."""
     if not findings.verdicts:
         return None
-    order = {"pass": 0, "fail": 0, "warn": 1, "refused": 2}
-    items = [_item(verdict) for verdict in sorted(findings.verdicts, key=lambda one: order[one.status])]
+    items = [_item(verdict) for verdict in sorted(findings.verdicts, key=lambda one: one.headline)]
     shown = tag("ul", items[:SHOWN], {"class": "verdicts"})
     if len(items) <= SHOWN:
         return shown
@@ -84,36 +125,76 @@ def change_box(findings: Findings) -> Markup:
     )
 
 
-def verdict_values(findings: Findings) -> Sequence[dict[str, object]]:
-    """Return the verdicts as plain values, for machines."""
-    return [
-        {
-            "id": one.id,
-            "status": one.status,
-            "sentence": one.sentence,
-            "numbers": dict(one.numbers),
-            "rule": one.rule,
+def verdict_record(material: Material, time: str) -> dict[str, object]:
+    """Return verdicts.json: which sweep, how far it is, and its verdicts.
+
+    Args:
+      material: the sweep and its analysis.
+      time: when the report is made, UTC, ISO 8601.
+    """
+    results = material.sweep.results
+    done = sum(run.outcome != "missing" for run in results)
+    return {
+        "sweep": material.sweep.name,
+        "plan": material.sweep.plan,
+        "finished": done == len(results),
+        "runs": {"planned": len(results), "done": done},
+        "time": time,
+        "verdicts": [one.as_dict() | {"rule": one.rule} for one in material.findings.verdicts],
+    }
+
+
+def _topic(findings: Findings, topic: str, but: int = -1) -> list[Verdict]:
+    """Return the verdicts of a topic, but for those of one headline."""
+    return [one for one in findings.verdicts if one.id.partition("/")[0] == topic and one.headline != but]
+
+
+def _judged(findings: Findings, topic: str) -> str:
+    """Return what is shown, then what is not resolved, then what is refused with each reason once."""
+    found = _topic(findings, topic)
+    words = [_first([one for one in found if one.status in ("pass", "note", "fail")])]
+    words.append(_first([one for one in found if one.status == "warn"]))
+    refused = [one for one in found if one.status == "refused"]
+    if refused:
+        about = _about(one.id.partition("/")[2] for one in refused)
+        reasons = dict.fromkeys(one.refusal.sentence if one.refusal else RULES[one.rule] for one in refused)
+        names = {
+            "learning_rate_transfer": "How the optimum moves with depth",
+            "loss_law": "The law of the loss",
         }
-        for one in findings.verdicts
-    ]
+        words.append(f"{names[topic]} is refused for {about}: {listed(list(reasons), MOST)}.")
+    return " ".join(word for word in words if word)
+
+
+def _about(labels: Iterable[str]) -> str:
+    found = list(labels)
+    return f"all of {len(found)} series" if len(found) > MOST else " and ".join(found)
+
+
+def _first(verdicts: Sequence[Verdict]) -> str:
+    """Return the first sentences, and how many more there are."""
+    more = f" ({len(verdicts) - MOST} more of this kind below.)" if len(verdicts) > MOST else ""
+    return " ".join(_sentence(one) for one in verdicts[:MOST]) + more
+
+
+def _sentence(verdict: Verdict) -> str:
+    """Return a verdict's sentence with a full stop; a series' label keeps its small letter."""
+    words = verdict.sentence
+    start = words[:1].upper() if words.split(" ", 1)[0].isalpha() else words[:1]
+    return f"{start}{words[1:].removesuffix('.')}."
+
+
+def _reach(verdict: Verdict) -> float:
+    """Return how far a difference is on the way to what could be detected."""
+    found = verdict.numbers
+    return abs(found.get("difference", 0.0)) / (found.get("detectable") or 1.0)
+
+
+def _word(status: str) -> Markup:
+    return tag("span", status, {"class": f"word {status}", "title": STATUSES[status]})
 
 
 def _item(verdict: Verdict) -> Markup:
-    word = tag(
-        "span", WORDS[verdict.status], {"class": f"word {verdict.status}", "title": STATUSES[verdict.status]}
-    )
-    return tag("li", [word, tag("span", [tag("strong", f"{_topic(verdict)}. "), verdict.sentence])])
-
-
-def _topic(verdict: Verdict) -> str:
-    """Return what a verdict is about: "stream_growth_start/residual=pre_norm" -> "Stream growth start"."""
-    return verdict.id.partition("/")[0].replace("_", " ").capitalize()
-
-
-def _of_topic(verdicts: Sequence[Verdict]) -> str:
-    """Return the first sentence of a topic, and how many are like it."""
-    words = verdicts[0].sentence
-    first = words.split(" ", 1)[0]
-    start = words[:1].upper() if first.isalpha() else words[:1]  # a series' label stays as it is
-    more = f" ({len(verdicts) - 1} more of this kind below)" if len(verdicts) > 1 else ""
-    return f"{start}{words[1:].removesuffix('.')}{more}."
+    """Return a verdict with its topic: "stream_growth_start/residual=pre_norm" -> "Stream growth start"."""
+    topic = verdict.id.partition("/")[0].replace("_", " ").capitalize()
+    return tag("li", [_word(verdict.status), tag("span", [tag("strong", f"{topic}. "), verdict.sentence])])

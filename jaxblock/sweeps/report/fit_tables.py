@@ -1,71 +1,112 @@
 """Tables of what was fitted: laws in depth by series, and how sharp, stable and finished each arm is."""
 
-from jaxblock.sweeps.report.marks import Table
-from jaxblock.sweeps.report.material import Material, cells, reason, short
-from jaxblock.sweeps.report.scales import number
+from jaxblock.sweeps.findings.records import Series
+from jaxblock.sweeps.report.material import ESTIMATE_COLUMNS, Material, cells, short
+from jaxblock.sweeps.report.sheets import (
+    Column,
+    Sheet,
+    law,
+    number_or_refusal,
+    stable_rate,
+    statistic,
+    value,
+    values,
+)
 from jaxblock.sweeps.statistics.estimate import Estimate, Refusal
-from jaxblock.sweeps.statistics.fits import Law
-from jaxblock.sweeps.statistics.transfer import StableRate
+
+DIAGNOSIS_NOTES = (
+    ("Curvature", "second derivative of the loss in log2 rate at the optimum: how much a wrong rate costs."),
+    ("Misfit", "largest distance of the fitted parabola from a measured mean; intervals of losses read from it are "
+     "longer by it on both sides."),
+    ("Sensitivity", "mean loss over the rates common to all depths less the lowest one, a run counted at most "
+     "with its first loss: how much the choice of the rate matters."),
+    ("Largest stable rate", "highest rate up to which fewer than half of the runs fail."),
+    ("Failed / evidence", "runs that diverged or were not finite over those that say anything, all rates."),
+    ("Loss, failures capped", "mean loss at the best measured rate with every failed run counted at the cap of "
+     "the conventions."),
+    ("Stream law", "how the residual stream grows along the blocks; \"ahead by\" is the lead in AICc over the second "
+     "best law, and 2 or more is asked for."),
+    ("Still falling", "slope of the training loss over the last tenth of the steps: below 0, longer training helps."),
+    ("Evaluation s.e.", "standard error of one run's loss because the validation set is finite; seeds share that set, "
+     "so most of it cancels in paired differences."),
+)  # fmt: skip
 
 
-def law_table(material: Material) -> Table:
+def law_sheet(material: Material) -> Sheet:
     """Return one row per fitted number: each law in depth of each series, with its interval or its refusal."""
-    rows = []
-    for series in material.findings.series:
-        powers = (
-            ("growth of the stream at the start", series.growth_start),
-            ("growth of the stream after training", series.growth_end),
-            ("gradient norm at the first step", series.gradient_start),
-            ("gradient norm at the end", series.gradient_end),
-        )
-        decay, transfer = series.loss_law, series.transfer
-        found: list[tuple[str, str, Estimate | Refusal]] = [
-            (
-                "optimal learning rate",
-                "log2 slope",
-                transfer if isinstance(transfer, Refusal) else transfer.slope,
-            ),
-            *((name, "exponent", one if isinstance(one, Refusal) else one.exponent) for name, one in powers),
-        ]
-        if isinstance(decay, Refusal):
-            found.append(("loss = E + A L^-p", "p", decay))
-        else:
-            law = "loss = E + A L^-p"
-            found += [(law, "p", decay.exponent), (law, "E", decay.floor), (law, "A", decay.amplitude)]
-        for name, line in (("seconds per step per run", series.time), ("bytes per run", series.bytes)):
-            found.append((name, "per block", line if isinstance(line, Refusal) else line.slope))
-        rows += [(series.label, name, symbol, *cells(one)) for name, symbol, one in found]
-    columns = ("series", "law in depth", "number", "value", "low", "high", "n", "interval", "refused")
-    return Table(columns=columns, rows=tuple(rows))
+    rows = tuple(
+        (series.label, name, symbol, one)
+        for series in material.findings.series
+        for name, symbol, one in _laws(series)
+    )
+    columns = (
+        *values(("series", "series"), ("law", "law in depth"), ("parameter", "number")),
+        Column(
+            files=ESTIMATE_COLUMNS,
+            heading="value [95 % interval]",
+            show=lambda cell: short(cell, digits=3),
+            split=cells,
+        ),
+        Column(files=(), heading="n", show=lambda cell: cell.n if isinstance(cell, Estimate) else None),
+        Column(
+            files=(),
+            heading="interval, or why refused",
+            show=lambda cell: cell.interval if isinstance(cell, Estimate) else cell.sentence,
+        ),
+    )
+    rows = tuple((*row, row[-1], row[-1]) for row in rows)
+    return Sheet(heading="Laws in depth", columns=columns, rows=rows)
 
 
-def diagnosis_table(material: Material) -> Table:
+def _laws(series: Series) -> list[tuple[str, str, Estimate | Refusal]]:
+    powers = (
+        ("growth of the stream at the start", series.growth_start),
+        ("growth of the stream after training", series.growth_end),
+        ("gradient norm at the first step", series.gradient_start),
+        ("gradient norm at the end", series.gradient_end),
+    )
+    transfer, decay, name = series.transfer, series.loss_law, "loss = E + A L^-p"
+    found: list[tuple[str, str, Estimate | Refusal]] = [
+        (
+            "optimal learning rate",
+            "log2 slope",
+            transfer if isinstance(transfer, Refusal) else transfer.slope,
+        ),
+        *((words, "exponent", one if isinstance(one, Refusal) else one.exponent) for words, one in powers),
+    ]
+    if isinstance(decay, Refusal):
+        found.append((name, "p", decay))
+    else:
+        found += [(name, "p", decay.exponent), (name, "E", decay.floor), (name, "A", decay.amplitude)]
+    for words, line in (("seconds per step per run", series.time), ("bytes per run", series.bytes)):
+        found.append((words, "per block", line if isinstance(line, Refusal) else line.slope))
+    return found
+
+
+def diagnosis_sheet(material: Material) -> Sheet:
     """Return one row per series and depth: curvature, sensitivity, stability, growth law, what still falls."""
     columns = (
-        *("series", "blocks L", "curvature, nats / octave^2", "sensitivity, nats", "largest stable rate"),
-        *("failed / evidence", "loss, failures capped", "stream law at the start", "stream law at the end"),
-        *("still falling, nats / 1,000 steps", "evaluation s.e."),
+        *values(("series", "series"), ("depth_blocks", "blocks L")),
+        statistic("curvature", "curvature, nats / octave^2", digits=3),
+        number_or_refusal("fit_misfit", "misfit, nats"),
+        statistic("sensitivity", "sensitivity, nats", digits=3),
+        stable_rate(),
+        statistic("failed_fraction", "failed / evidence", digits=2),
+        statistic("capped_loss", "loss, failures capped"),
+        law("law_start", "stream law at the start"),
+        law("law_end", "stream law at the end"),
+        statistic("still_falling", "still falling, nats / 1,000 steps", digits=3),
+        value("evaluation_error", "evaluation s.e., nats"),
     )
     rows = tuple(
         (
             *(series.label, arm.depth),
-            short(arm.basin if isinstance(arm.basin, Refusal) else arm.basin.curvature, digits=3),
-            *(short(arm.sensitivity, digits=3), _stable(arm.stable_rate), short(arm.divergence, digits=2)),
-            *(short(arm.capped_loss), _law(arm.law_start), _law(arm.law_end)),
-            *(short(arm.still_falling, digits=3), arm.evaluation_error),
+            arm.basin if isinstance(arm.basin, Refusal) else arm.basin.curvature,
+            *(arm.basin if isinstance(arm.basin, Refusal) else arm.basin.misfit, arm.sensitivity),
+            *(arm.stable_rate, arm.divergence, arm.capped_loss, arm.law_start, arm.law_end),
+            *(arm.still_falling, arm.evaluation_error),
         )
         for _, series, arm in material.arms
     )
-    return Table(columns=columns, rows=rows)
-
-
-def _stable(found: StableRate | Refusal) -> str:
-    if isinstance(found, Refusal):
-        return f"refused: {reason(found)}"
-    return f"{number(found.rate)}; half fail at {number(found.first_unstable)}"
-
-
-def _law(found: Law | Refusal) -> str:
-    if isinstance(found, Refusal):
-        return f"refused: {reason(found)}"
-    return f"{found.name}, ahead by {found.ahead:.1f} AICc"
+    heading = "Arms: sharpness, stability, horizon"
+    return Sheet(heading=heading, columns=columns, rows=rows, notes=DIAGNOSIS_NOTES)

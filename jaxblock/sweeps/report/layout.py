@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from jaxblock.sweeps.report.marks import (
+    INK,
     Bars,
     Crosses,
     Figure,
@@ -17,6 +18,11 @@ from jaxblock.sweeps.report.marks import (
     Points,
 )
 from jaxblock.sweeps.report.scales import Limits, limits
+
+MOST_NOTES = 6
+"""Most lines above a panel."""
+LABEL_WIDTH, LABEL_HEIGHT = 0.14, 0.07
+"""Room of a line's label, as shares of the panel."""
 
 
 def panel_limits(figure: Figure) -> list[tuple[Limits, Limits]]:
@@ -59,6 +65,46 @@ def series_drawn(figure: Figure) -> list[int]:
         if mark.color >= 0 and (isinstance(mark, Gap | Note) or mark.at)
     }
     return sorted(colors)
+
+
+def notes_of(panel: Panel) -> list[tuple[int, str]]:
+    """Return (color, sentence) of what is written above a panel: its notes, and depths refused for one reason."""
+    found = [(mark.color, mark.sentence) for mark in panel.marks if isinstance(mark, Note)]
+    gaps: dict[tuple[int, str], list[str]] = {}
+    for mark in panel.marks:
+        if isinstance(mark, Gap):
+            gaps.setdefault((mark.color, mark.word), []).append(str(mark.depth))
+    found += [(color, f"L = {', '.join(depths)} {word}") for (color, word), depths in gaps.items()]
+    if len(found) > MOST_NOTES:
+        more = f"{len(found) - MOST_NOTES + 1} more refusals are listed below"
+        found = [*found[: MOST_NOTES - 1], (INK, more)]
+    return found
+
+
+def note_lines(figure: Figure) -> int:
+    """Return how many lines every panel keeps free above it, so that panels in a row stay level."""
+    return max((len(notes_of(panel)) for panel in figure.panels), default=0)
+
+
+def has_strip(panel: Panel) -> bool:
+    """Whether a panel keeps a strip free above its data, for failed runs and refusals."""
+    return any(isinstance(mark, Crosses | Gap) for mark in panel.marks)
+
+
+def line_labels(panel: Panel, x: Limits, y: Limits) -> list[tuple[float, float, Line]]:
+    """Return where the labels of lines stand on the unit square, moved apart upwards where they would overlap."""
+    found: list[tuple[float, float, Line]] = []
+    lines = [mark for mark in panel.marks if isinstance(mark, Line) and mark.label and mark.at]
+    ends = [(unit_place(line.at[-1], x, y), line) for line in lines]
+    for where, line in sorted(
+        ((where, line) for where, line in ends if where is not None), key=lambda one: one[0][1]
+    ):
+        across, up = where
+        for left, height, _ in found:
+            if abs(left - across) < LABEL_WIDTH and up < height + LABEL_HEIGHT:
+                up = height + LABEL_HEIGHT
+        found.append((across, up, line))
+    return found
 
 
 def _values(panel: Panel, along: str) -> list[float]:

@@ -31,8 +31,10 @@ class Line:
     style: str = "solid"
     """"solid", "dashed", "dotted"."""
     faint: bool = False
+    thin: bool = False
+    """Only the ground that another line is drawn on."""
     label: str = ""
-    """Written at its last place."""
+    """Written to the right of its last place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +72,10 @@ class Crosses:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """What is refused: a word instead of a value."""
+    """What is refused at one depth: a sign above the data, and words above the panel, never among the points."""
 
     at: float
+    depth: int
     color: int
     word: str
     title: str
@@ -81,7 +84,7 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """A sentence in a corner of the panel."""
+    """A sentence above the panel."""
 
     sentence: str
     color: int = INK
@@ -116,12 +119,12 @@ class Figure:
     """Of its files."""
     title: str
     """What it shows, as a heading."""
+    answer: str = ""
+    """What the verdicts say about it, in a line under the heading."""
     summary: str
     """What it shows in words, for who cannot see it."""
     caption: str
     """What is drawn, of how many, with which interval, and what is left out."""
-    facts: str
-    """Horizon, depth unit, parameter count, FLOP convention."""
     panels: tuple[Panel, ...]
     series: tuple[str, ...]
     """Names of colors 0, 1, ...; those drawn are in the legend."""

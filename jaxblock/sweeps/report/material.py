@@ -14,11 +14,9 @@ from jaxblock.sweeps.statistics.estimate import Estimate, Refusal
 
 NO_EVIDENCE = ("out_of_memory", "killed", "error", "missing")
 """Outcomes that say nothing about a learning rate."""
-ESTIMATE_COLUMNS = ("value", "low", "high", "n", "interval", "refused")
+ESTIMATE_COLUMNS = ("value", "low", "high", "n", "interval", "refused", "refusal")
 PARAMETERS = "non_embedding"
 """The parameter count of every axis and caption."""
-GAP = 0.09
-"""How far beside its place on a depth axis the word of a refusal stands, so that points there stay free."""
 FLOPS = "causal"
 """The FLOP convention of every axis and caption (`jaxblock.accounting.flop_conventions`)."""
 
@@ -82,9 +80,9 @@ class Material:
         return depth * 2.0 ** (gap * (apart * (color - (series - 1) / 2) + octaves))
 
     def gap(self, depth: int, color: int, refusal: Refusal) -> Gap:
-        """Return the word of a refusal, beside its place on a depth axis."""
-        at = self.beside(depth, color, GAP)
-        return Gap(at=at, color=color, word=f"refused: {reason(refusal)}", title=refusal.sentence)
+        """Return the sign of a refusal at its place on a depth axis."""
+        word = f"refused: {reason(refusal)}"
+        return Gap(at=self.beside(depth, color), depth=depth, color=color, word=word, title=refusal.sentence)
 
     @cached_property
     def left_out(self) -> str:
@@ -97,13 +95,14 @@ class Material:
         return f"failed: {failed or 'none'}; left out as no evidence: {silent or 'none'}"
 
     @cached_property
-    def facts(self) -> str:
-        """Horizon, depth unit, parameter count and FLOP convention: what stands under every caption."""
+    def facts(self) -> tuple[str, ...]:
+        """What holds on every axis: horizon, depth unit, parameter count, FLOP convention, failures, places."""
         steps = sorted({run.planned_steps for run in self.sweep.results})
         tokens = [f"{count * self.sweep.tokens_per_step:,}" for count in steps]
         words = [
             f"Horizon: {_span([f'{count:,}' for count in steps])} steps = {_span(tokens)} tokens.",
-            "Depth is in blocks L (sublayers S are in the table of arms).",
+            "Depth is in blocks L (sublayers S are in the table of arms). Where series share a depth, their signs "
+            "stand a little beside each other; the depth meant is the tick.",
         ]
         sizes = sorted(arm.parameters[PARAMETERS] for _, _, arm in self.arms if PARAMETERS in arm.parameters)
         if sizes:
@@ -114,7 +113,8 @@ class Material:
         if costs:
             span = _span([f"{number(cost / 1e6)}" for cost in (costs[0], costs[-1])])
             words.append(f"Training FLOPs per token, convention {FLOPS}: {span} M.")
-        return " ".join(words)
+        words.append("Losses are nats per target; learning rates are peak rates.")
+        return tuple(words)
 
     def caption(self, lead: str, estimates: Iterable[Estimate | Refusal], *, unit: str = "seeds") -> str:
         """Return a caption: what is drawn, how many values and which interval, what is refused and left out.
@@ -155,8 +155,9 @@ def arm_name(series: Series, arm: Arm) -> str:
 def cells(statistic: Estimate | Refusal | None) -> tuple[object, ...]:
     """Return the cells of `ESTIMATE_COLUMNS`; a refused number leaves all but its reason empty."""
     if isinstance(statistic, Estimate):
-        return statistic.value, statistic.low, statistic.high, statistic.n, statistic.interval, None
-    return None, None, None, None, None, statistic.sentence if statistic is not None else "not measured"
+        return statistic.value, statistic.low, statistic.high, statistic.n, statistic.interval, None, None
+    why = ("not_measured", "not measured") if statistic is None else (statistic.rule, statistic.sentence)
+    return None, None, None, None, None, *why
 
 
 def short(statistic: Estimate | Refusal | None, *, digits: int = 4) -> str:

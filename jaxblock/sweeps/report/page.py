@@ -1,12 +1,19 @@
 """report.html: one file that needs nothing else, from the records of the analysis."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from jaxblock.sweeps.report.answer import answer, change_box, unfinished, verdict_list
+from jaxblock.sweeps.report.answer import (
+    answer,
+    change_box,
+    status_legend,
+    unfinished,
+    verdict_list,
+)
 from jaxblock.sweeps.report.marks import Figure, Table
 from jaxblock.sweeps.report.markup import Child, Markup, identifier, tag
 from jaxblock.sweeps.report.material import Material
 from jaxblock.sweeps.report.scales import number
+from jaxblock.sweeps.report.sheets import Sheet
 from jaxblock.sweeps.report.style import style_sheet
 from jaxblock.sweeps.report.svg import draw_legend, draw_panels
 
@@ -18,16 +25,16 @@ OPEN = 3
 """Most refusals of a figure before their list is folded."""
 
 
-def page(material: Material, figures: Sequence[Figure], tables: Mapping[str, Table]) -> Markup:
+def page(material: Material, figures: Sequence[Figure], sheets: Sequence[Sheet]) -> Markup:
     """Return the whole page.
 
     Args:
       material: the sweep and its analysis.
       figures: in order.
-      tables: heading -> table, for the end of the page; their files are named in `files`.
+      sheets: the tables at the end of the page, in order; their files are named in `files`.
     """
     name = material.sweep.name
-    sections = [("", figure.title) for figure in figures] + [("", heading) for heading in tables]
+    titles = [figure.title for figure in figures] + [sheet.heading for sheet in sheets]
     head = tag(
         "head",
         [
@@ -47,9 +54,10 @@ def page(material: Material, figures: Sequence[Figure], tables: Mapping[str, Tab
                 "main",
                 [
                     change_box(material.findings),
-                    _contents([title for _, title in sections]),
+                    _contents(titles),
+                    _facts(material),
                     tag("div", [_figure(i, one) for i, one in enumerate(figures, 1)], {"id": "figures"}),
-                    *(_section(heading, table) for heading, table in tables.items()),
+                    *(_section(sheet) for sheet in sheets),
                 ],
             ),
             tag("footer", _footer(material)),
@@ -76,8 +84,19 @@ def _header(material: Material) -> Markup:
             tag("p", f"{facts}.", {"class": "facts"}),
             unfinished(material),
             *answer(material.findings),
+            status_legend(material.findings),
             verdict_list(material.findings),
         ],
+    )
+
+
+def _facts(material: Material) -> Markup:
+    """Return the box of what is the same in every figure, so that no caption has to repeat it."""
+    items = [tag("li", sentence) for sentence in material.facts]
+    return tag(
+        "section",
+        [tag("h2", "On every axis", {"id": "on-every-axis"}), tag("ul", items)],
+        {"class": "box", "aria-labelledby": "on-every-axis"},
     )
 
 
@@ -88,6 +107,7 @@ def _contents(titles: Sequence[str]) -> Markup:
 
 def _figure(place: int, figure: Figure) -> Markup:
     heading = tag("h2", figure.title, {"id": identifier(figure.title)})
+    said = tag("p", figure.answer, {"class": "short-answer"}) if figure.answer else None
     panels = draw_panels(figure)
     size = {1: "one", 2: "two"}[len(panels)] if len(panels) in (1, 2) else "many"
     drawing = (
@@ -99,7 +119,6 @@ def _figure(place: int, figure: Figure) -> Markup:
         "figcaption",
         [
             tag("p", [tag("strong", f"Figure {place}. "), figure.caption]),
-            tag("p", figure.facts, {"class": "facts"}),
             _refusals(figure.refusals),
         ],
     )
@@ -107,7 +126,7 @@ def _figure(place: int, figure: Figure) -> Markup:
     body = [draw_legend(figure) if panels else None, drawing, caption]
     return tag(
         "section",
-        [heading, tag("figure", body, {"class": "alone" if len(panels) == 1 else None}), data],
+        [heading, said, tag("figure", body, {"class": "alone" if len(panels) == 1 else None}), data],
         {"aria-labelledby": identifier(figure.title), "class": "figure"},
     )
 
@@ -129,12 +148,20 @@ def _data(title: str, file: str, table: Table) -> Markup:
     return tag("details", [summary, link, html_table(shown, title)], {"class": "data"})
 
 
-def _section(heading: str, table: Table) -> Markup:
-    body: Child = html_table(table, heading) if table.rows else tag("p", "None.", {"class": "empty"})
+def _section(sheet: Sheet) -> Markup:
+    notes = [tag("li", [tag("strong", f"{term}: "), sentence]) for term, sentence in sheet.notes]
+    body: Child = (
+        html_table(sheet.page(), sheet.heading) if sheet.rows else tag("p", "None.", {"class": "empty"})
+    )
+    name = identifier(sheet.heading)
     return tag(
         "section",
-        [tag("h2", heading, {"id": identifier(heading)}), body],
-        {"aria-labelledby": identifier(heading)},
+        [
+            tag("h2", sheet.heading, {"id": name}),
+            tag("ul", notes, {"class": "notes"}) if notes and sheet.rows else None,
+            body,
+        ],
+        {"aria-labelledby": name},
     )
 
 
@@ -173,8 +200,7 @@ def _cell(value: object) -> str:
 
 
 def _footer(material: Material) -> list[Child]:
-    links = [tag("a", name, {"href": name}) for name in ("results.csv", "verdicts.json")]
-    words = "Written by jaxblock report. Every run: "
-    return [
-        tag("p", [words, links[0], ", one row per run, failures too. Verdicts for machines: ", links[1], "."])
-    ]
+    links = [tag("a", name, {"href": name}) for name in ("results.csv", "verdicts.json", "columns.csv")]
+    runs = ["Written by jaxblock report. Every run: ", links[0], ", one row per run, failures too. "]
+    machines = ["Verdicts for machines: ", links[1], ". Unit and meaning of every column of every CSV file: "]
+    return [tag("p", [*runs, *machines, links[2], "."])]

@@ -8,7 +8,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 
-from jaxblock.sweeps.report.layout import panel_limits, pieces, series_drawn, unit_place
+from jaxblock.sweeps.report.layout import (
+    line_labels,
+    note_lines,
+    notes_of,
+    panel_limits,
+    pieces,
+    series_drawn,
+    unit_place,
+)
 from jaxblock.sweeps.report.marks import (
     ALARM,
     FAINT,
@@ -27,9 +35,12 @@ from jaxblock.sweeps.report.marks import (
 from jaxblock.sweeps.report.palette import PAPER, SERIES_LIGHT, sign_of
 from jaxblock.sweeps.report.scales import Limits, number
 
-MARKERS = "os^Dv*hP"
+MARKERS, VOID = "os^Dv*hP", r"$\oslash$"
 COLUMNS = 3
-INCHES = (3.9, 3.0)
+INCHES = (3.9, 2.1)
+"""Of a panel's width with its margins, and of the height between its axes."""
+HEAD, BETWEEN, FOOT, NOTE = 0.6, 0.9, 0.5, 0.15
+"""Inches above, between and below the rows, and of a line above a panel."""
 _STYLES = {"solid": "-", "dashed": "--", "dotted": ":"}
 _NAMED = {INK: PAPER["ink"], FAINT: PAPER["faint"], ALARM: PAPER["alarm"]}
 
@@ -38,16 +49,18 @@ def draw_png(figure: Figure) -> bytes:
     """Return a figure as the bytes of a PNG file; one without panels says that there is nothing to draw."""
     columns = min(COLUMNS, max(1, len(figure.panels)))
     rows = max(1, -(-len(figure.panels) // columns))
-    wide, high = INCHES[0] * columns, INCHES[1] * rows + 0.4
+    lines = NOTE * note_lines(figure)
+    wide, between = INCHES[0] * columns, BETWEEN + lines
+    high = HEAD + lines + rows * INCHES[1] + (rows - 1) * between + FOOT
     canvas = Canvas(figsize=(wide, high))
     # Margins by hand: matplotlib's own layouts draw everything several times to find them.
     canvas.subplots_adjust(
         left=0.68 / wide,
         right=1 - 0.1 / wide,
-        bottom=0.5 / high,
-        top=1 - 0.6 / high,
+        bottom=FOOT / high,
+        top=1 - (HEAD + lines) / high,
         wspace=0.28,
-        hspace=0.38,
+        hspace=between / INCHES[1],
     )
     grid = canvas.subplots(rows, columns, squeeze=False).flatten()
     for axes in grid[len(figure.panels) :]:
@@ -67,7 +80,7 @@ def draw_png(figure: Figure) -> bytes:
 def _draw_panel(axes: Axes, panel: Panel, x: Limits, y: Limits) -> None:
     """Draw on the unit square, where `svg` draws too, so that both agree on every place."""
     axes.set(xlim=(0, 1), ylim=(0, 1.08))
-    axes.set_title(_plain(panel.title), fontsize=9, loc="left")
+    axes.set_title(_plain(panel.title), fontsize=9, loc="left", pad=6 + 72 * NOTE * len(notes_of(panel)))
     axes.set_xlabel(_plain(panel.x.label), fontsize=8)
     axes.set_ylabel(_plain(panel.y.label), fontsize=8)
     for place, ends, most in ((axes.set_xticks, x, 7), (axes.set_yticks, y, 6)):
@@ -75,11 +88,12 @@ def _draw_panel(axes: Axes, panel: Panel, x: Limits, y: Limits) -> None:
         place([ends.place(tick) for tick in ticks], [number(tick) for tick in ticks], fontsize=7)
     axes.grid(axis="y", color=PAPER["grid"], lw=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    notes = [mark for mark in panel.marks if isinstance(mark, Note)]
-    for i, note in enumerate(notes):
-        axes.text(
-            0.02, 0.99 - 0.07 * i, _plain(note.sentence), color=_color(note.color), fontsize=7, va="top"
-        )
+    notes = notes_of(panel)
+    for i, (color, sentence) in enumerate(notes):
+        up = 1.02 + (len(notes) - 1 - i) * NOTE / INCHES[1]
+        axes.text(0, up, _plain(sentence), color=_color(color), fontsize=6.5, transform=axes.transAxes)
+    for across, up, line in line_labels(panel, x, y):
+        axes.text(across + 0.012, up, _plain(line.label), color=_color(line.color), fontsize=6, va="center")
     for mark in panel.marks:
         _draw(axes, mark, x, y)
 
@@ -96,12 +110,8 @@ def _draw(axes: Axes, mark: Mark, x: Limits, y: Limits) -> None:
                     *_columns(piece),
                     color=_color(mark.color),
                     ls=_STYLES[mark.style],
-                    lw=1.2,
-                    alpha=0.4 if mark.faint else 1,
-                )
-            if mark.label and (last := _places(mark.at[-1:], x, y)):
-                axes.annotate(
-                    mark.label, last[0], fontsize=6, color=_color(mark.color), ha="right", va="bottom"
+                    lw=0.6 if mark.thin else 1.2,
+                    alpha=0.4 if mark.faint or mark.thin else 1,
                 )
         case Intervals():
             for at, (low, high) in zip(mark.at, mark.ends, strict=True):
@@ -117,15 +127,7 @@ def _draw(axes: Axes, mark: Mark, x: Limits, y: Limits) -> None:
             places = [x.place(at) for at in mark.at]
             axes.plot(places, [1.04] * len(places), "x", color=_color(mark.color), ms=5, clip_on=False)
         case Gap():
-            axes.text(
-                x.place(mark.at),
-                0.02,
-                _plain(mark.word),
-                rotation=90,
-                color=_color(mark.color),
-                fontsize=7,
-                ha="center",
-            )
+            axes.plot(x.place(mark.at), 1.04, marker=VOID, color=_color(mark.color), ms=7, clip_on=False)
 
 
 def _sign(color: int, size: float) -> dict[str, Any]:

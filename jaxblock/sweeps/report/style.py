@@ -39,6 +39,12 @@ a:focus-visible, summary:focus-visible, .scroll:focus-visible { outline: 2px sol
 .skip:focus { left: 12px; top: 8px; background: var(--raised); padding: 6px 10px; }
 .facts { color: var(--quiet); margin: 0 0 24px; }
 .answer { font-size: 1.12rem; margin: 0 0 16px; }
+.answer strong { display: block; font-size: 0.82rem; color: var(--quiet); text-transform: uppercase;
+  letter-spacing: 0.05em; }
+.statuses { margin: 22px 0 0; padding: 0; list-style: none; color: var(--quiet); font-size: 0.9rem; display: grid; gap: 2px; }
+.statuses li { display: grid; grid-template-columns: 5.6rem 1fr; gap: 12px; align-items: baseline; }
+.short-answer { font-size: 1.02rem; margin: 0 0 8px; max-width: 100ch; }
+.notes { color: var(--quiet); font-size: 0.88rem; margin: 4px 0 8px; padding-left: 20px; } .notes li { max-width: 100ch; }
 .verdicts { list-style: none; padding: 0; margin: 20px 0 0; display: grid; gap: 8px; }
 .verdicts li { display: grid; grid-template-columns: 5.6rem 1fr; gap: 12px; align-items: baseline; max-width: 92ch; }
 .word { font-size: 0.72rem; font-weight: 700; text-transform: uppercase; letter-spacing: 0.05em; text-align: center;
@@ -53,7 +59,6 @@ nav ol { columns: 3 17rem; column-gap: 2.5rem; padding-left: 24px; margin: 8px 0
 figure { margin: 0; }
 figcaption { color: var(--quiet); font-size: 0.9rem; max-width: 92ch; margin-top: 8px; }
 figcaption p { margin: 0 0 6px; }
-figcaption .facts { font-size: 0.84rem; margin: 0 0 6px; }
 figcaption ul { margin: 2px 0 6px; padding-left: 20px; }
 figcaption > p > strong { color: var(--ink); }
 @media (min-width: 1080px) {
@@ -84,7 +89,7 @@ code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 0.92em;
 @media (max-width: 560px) {
   body { font-size: 15px; }
   main, header, footer { padding-left: 14px; padding-right: 14px; }
-  .panels.one .panel text:not(.gap) { font-size: 13px; }
+  .panels.one .panel text:not(.note) { font-size: 13px; }
   .verdicts li { grid-template-columns: 1fr; gap: 2px; } .word { justify-self: start; padding: 1px 8px; }
 }"""
 """The text around the figures."""
@@ -93,9 +98,8 @@ _DRAWING = """
 .panel { width: 100%; height: auto; display: block; overflow: visible; }
 .panel text { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; fill: var(--quiet); }
 .panel .panel-title { font-weight: 600; font-size: 12.5px; fill: var(--ink); }
-.panel .note, .panel .gap, .panel .line-label { fill: var(--c); font-size: 10.5px; }
-.panel .gap { font-style: italic; }
-.panel .gap, .panel .line-label, .panel .note { paint-order: stroke; stroke: var(--background); stroke-width: 3px;
+.panel .note, .panel .line-label { fill: var(--c); font-size: 10.5px; }
+.panel .line-label { paint-order: stroke; stroke: var(--background); stroke-width: 3px;
   stroke-linejoin: round; }
 .ink { --c: var(--ink); } .faint { --c: var(--faint); } .alarm { --c: var(--alarm); }
 .grid { stroke: var(--grid); stroke-width: 1; } .axis { stroke: var(--faint); stroke-width: 1; }
@@ -105,7 +109,9 @@ _DRAWING = """
 .dashed { stroke-dasharray: 5 3; } .dotted { stroke-dasharray: 1.5 3; }
 .whisker { stroke: var(--c); stroke-width: 1.7; fill: none; }
 .cross { stroke: var(--c); stroke-width: 2; fill: none; }
+.void { stroke: var(--c); stroke-width: 1.4; fill: none; }
 .bar { fill: var(--c); fill-opacity: 0.85; }
+.thin { stroke-width: 0.8; opacity: 0.35; }
 .pale { opacity: 0.55; }"""
 """What `svg` draws; the color of a mark is --c of its group."""
 
@@ -125,7 +131,7 @@ _PAPER = """
   details.data { display: none; }
   details:not([open])::details-content { content-visibility: visible; height: auto; }
   summary { color: inherit; list-style: none; } summary::-webkit-details-marker { display: none; }
-  figcaption, details { font-size: 8pt; } figcaption .facts { font-size: 7.5pt; } .legend { font-size: 8pt; }
+  figcaption, details { font-size: 8pt; } .legend { font-size: 8pt; }
   .answer { font-size: 11pt; }
   .scroll { overflow: visible; }
   table { width: 100%; font-size: 6.5pt; }

@@ -3,7 +3,16 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxblock.sweeps.report.layout import panel_limits, pieces, series_drawn, unit_place
+from jaxblock.sweeps.report.layout import (
+    has_strip,
+    line_labels,
+    note_lines,
+    notes_of,
+    panel_limits,
+    pieces,
+    series_drawn,
+    unit_place,
+)
 from jaxblock.sweeps.report.marks import (
     ALARM,
     FAINT,
@@ -26,19 +35,27 @@ from jaxblock.sweeps.report.scales import Limits, number
 SIZE, WIDE = (380, 280), (440, 300)
 """Width and height of a panel among others, and of one alone."""
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 42, 42
-STRIP = 18
-"""Height kept free above the data for failed runs."""
+STRIP, NOTE = 18, 14
+"""Height kept free above the data for failed runs and refusals, and of a line above the panel."""
+LABEL = 44
+"""Width kept free on the right where lines have labels."""
 _CLASSES = {INK: "ink", FAINT: "faint", ALARM: "alarm"}
 
 
 class _Frame:
     """A panel's axes on the page."""
 
-    def __init__(self, x: Limits, y: Limits, *, size: tuple[int, int], strip: bool) -> None:
-        self.x, self.y = x, y
-        self.size, self.right = size, size[0] - RIGHT
-        self.top = TOP + (STRIP if strip else 0)
-        self.bottom = size[1] - BOTTOM
+    def __init__(
+        self, panel: Panel, ends: tuple[Limits, Limits], *, size: tuple[int, int], notes: int
+    ) -> None:
+        self.x, self.y = ends
+        self.size = size[0], size[1] + NOTE * notes
+        self.labels = line_labels(panel, *ends)
+        self.right = self.size[0] - (LABEL if self.labels else RIGHT)
+        self.head = TOP + NOTE * notes
+        """Where the drawing begins, below the words above it."""
+        self.top = self.head + (STRIP if has_strip(panel) else 0)
+        self.bottom = self.size[1] - BOTTOM
 
     def across(self, share: float) -> float:
         return round(LEFT + share * (self.right - LEFT), 1)
@@ -54,9 +71,9 @@ class _Frame:
 def draw_panels(figure: Figure) -> list[Markup]:
     """Return one SVG element per panel."""
     size, found = WIDE if len(figure.panels) == 1 else SIZE, []
-    for i, (panel, (x, y)) in enumerate(zip(figure.panels, panel_limits(figure), strict=True)):
-        strip = any(isinstance(mark, Crosses) for mark in panel.marks)
-        found.append(_draw_panel(panel, _Frame(x, y, size=size, strip=strip), f"clip-{figure.name}-{i}"))
+    for i, (panel, ends) in enumerate(zip(figure.panels, panel_limits(figure), strict=True)):
+        frame = _Frame(panel, ends, size=size, notes=note_lines(figure))
+        found.append(_draw_panel(panel, frame, f"clip-{figure.name}-{i}"))
     return found
 
 
@@ -104,9 +121,8 @@ _SIGN_CORNERS = (
 
 
 def _draw_panel(panel: Panel, frame: _Frame, clip: str) -> Markup:
-    width, height = frame.right - LEFT, frame.bottom - TOP
-    box = {"x": LEFT - 8, "y": TOP - 8, "width": width + 16, "height": height + 16}
-    notes = [mark for mark in panel.marks if isinstance(mark, Note)]
+    width, height = frame.right - LEFT, frame.bottom - frame.head
+    box = {"x": LEFT - 8, "y": frame.head - 8, "width": width + 16, "height": height + 16}
     drawn = [_group(mark, frame) for mark in panel.marks if not isinstance(mark, Note)]
     return tag(
         "svg",
@@ -115,7 +131,8 @@ def _draw_panel(panel: Panel, frame: _Frame, clip: str) -> Markup:
             tag("clipPath", tag("rect", (), box), {"id": clip}),
             *_draw_axes(panel, frame),
             tag("g", drawn, {"clip-path": f"url(#{clip})"}),
-            *_draw_notes(notes, frame),
+            *_draw_labels(frame),
+            *_draw_notes(panel),
         ],
         {
             "viewBox": f"0 0 {frame.size[0]} {frame.size[1]}",
@@ -129,7 +146,7 @@ def _draw_panel(panel: Panel, frame: _Frame, clip: str) -> Markup:
 def _draw_axes(panel: Panel, frame: _Frame) -> list[Markup]:
     found = [
         tag("text", panel.title, {"x": 2, "y": 14, "class": "panel-title"}),
-        tag("text", panel.y.label, {"x": 2, "y": 32, "class": "axis-label"}),
+        tag("text", panel.y.label, {"x": 2, "y": frame.head - 10, "class": "axis-label"}),
         tag(
             "text",
             panel.x.label,
@@ -149,14 +166,25 @@ def _draw_axes(panel: Panel, frame: _Frame) -> list[Markup]:
     return [*found, _segment("axis", (LEFT, frame.bottom), (frame.right, frame.bottom))]
 
 
-def _draw_notes(notes: Sequence[Note], frame: _Frame) -> list[Markup]:
+def _draw_notes(panel: Panel) -> list[Markup]:
+    """Return the lines above the panel, each behind the sign of its series."""
+    found = []
+    for i, (color, sentence) in enumerate(notes_of(panel)):
+        down = 29 + NOTE * i
+        shape = tag("path", (), {"d": sign(color, 7, down - 4, 3.6), "class": "mark"}) if color >= 0 else None
+        words = tag("text", sentence, {"x": 15 if color >= 0 else 2, "y": down, "class": "note"})
+        found.append(tag("g", [shape, words], {"class": _class(color)}))
+    return found
+
+
+def _draw_labels(frame: _Frame) -> list[Markup]:
     return [
         tag(
             "text",
-            note.sentence,
-            {"x": LEFT + 6, "y": frame.top + 14 + 14 * i, "class": f"note {_class(note.color)}"},
+            line.label,
+            {"x": frame.across(x) + 6, "y": frame.down(y) + 4, "class": f"line-label {_class(line.color)}"},
         )
-        for i, note in enumerate(notes)
+        for x, y, line in frame.labels
     ]
 
 
@@ -179,16 +207,20 @@ def _shapes(mark: Mark, frame: _Frame) -> list[Markup]:
             return [
                 _titled(
                     "path",
-                    {"d": _cross(frame.across(frame.x.place(at)), TOP + STRIP / 2, 4), "class": "cross"},
+                    {
+                        "d": _cross(frame.across(frame.x.place(at)), frame.head + STRIP / 2, 4),
+                        "class": "cross",
+                    },
                     title,
                 )
                 for at, title in _with_titles(mark.at, mark.titles)
             ]
         case Gap():
-            across = frame.across(frame.x.place(mark.at))
-            words = {"x": across, "y": frame.bottom - 6, "class": "gap"}
-            turn = {"transform": f"rotate(-90 {across} {frame.bottom - 6})", "dy": "0.35em"}
-            return [tag("text", [tag("title", mark.title), mark.word], words | turn)]
+            shape = {
+                "d": _void(frame.across(frame.x.place(mark.at)), frame.head + STRIP / 2, 5),
+                "class": "void",
+            }
+            return [_titled("path", shape, f"{mark.word}. {mark.title}")]
     return []
 
 
@@ -207,12 +239,8 @@ def _draw_line(mark: Line, frame: _Frame) -> list[Markup]:
     for piece in pieces(mark.at, frame.x, frame.y):
         places = [(frame.across(x), frame.down(y)) for x, y in piece]
         path = "M" + "L".join(f"{x} {y}" for x, y in places)
-        found.append(tag("path", (), {"d": path, "class": f"line {mark.style}"}))
-    last = frame.place(mark.at[-1]) if mark.label and mark.at else None
-    if last is not None:
-        anchor = "end" if last[0] > LEFT + 40 else "start"
-        words = {"x": last[0] - 3, "y": last[1] - 5, "class": "line-label", "text-anchor": anchor}
-        found.append(tag("text", mark.label, words))
+        kind = f"line {mark.style}" + (" thin" if mark.thin else "")
+        found.append(tag("path", (), {"d": path, "class": kind}))
     return found
 
 
@@ -270,6 +298,12 @@ def _cross(x: float, y: float, r: float) -> str:
     return f"M{x - r} {y - r}L{x + r} {y + r}M{x - r} {y + r}L{x + r} {y - r}"
 
 
+def _void(x: float, y: float, r: float) -> str:
+    """Return a circle with a stroke through it: nothing is here."""
+    slant = round(r * 0.707, 1)
+    return f"{sign(INK, x, y, r)}M{x - slant} {y + slant}L{x + slant} {y - slant}"
+
+
 def _key(shapes: Sequence[Markup], color: int) -> Markup:
     box = {"viewBox": "0 0 18 16", "class": f"key {_class(color)}", "aria-hidden": "true"}
     return tag("svg", join(shapes), box)
@@ -285,6 +319,9 @@ _LEGEND_KEYS: dict[str, Callable[[], list[Markup]]] = {
     "dotted": lambda: _line_key("dotted"),
     "pale": lambda: [tag("path", (), {"d": "M0 8L18 8", "class": "line solid pale"})],
     "cross": lambda: [tag("path", (), {"d": _cross(9, 8, 4), "class": "cross"})],
+    "dotted pale": lambda: [tag("path", (), {"d": "M0 8L18 8", "class": "line dotted pale"})],
+    "thin": lambda: [tag("path", (), {"d": "M0 11L5 5L9 10L13 4L18 9", "class": "line solid thin"})],
+    "refused": lambda: [tag("path", (), {"d": _void(9, 8, 5), "class": "void"})],
     "interval": lambda: [
         _segment("whisker", (9, 1), (9, 15)),
         _segment("whisker", (5, 1), (13, 1)),

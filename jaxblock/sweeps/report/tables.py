@@ -1,4 +1,4 @@
-"""The tables of the report: the same rows go to the page and to CSV files."""
+"""The tables of the report: one sheet each, with a face for the page and one for its CSV file."""
 
 import csv
 import dataclasses
@@ -9,13 +9,24 @@ from typing import Any
 
 from jaxblock.sweeps.findings.records import FailedRun
 from jaxblock.sweeps.report.marks import Table
-from jaxblock.sweeps.report.material import Material, reason, short
+from jaxblock.sweeps.report.material import Material
 from jaxblock.sweeps.report.scales import number
+from jaxblock.sweeps.report.sheets import (
+    Column,
+    Sheet,
+    number_or_refusal,
+    outcomes,
+    span,
+    statistic,
+    value,
+    values,
+)
 from jaxblock.sweeps.results import Result
 from jaxblock.sweeps.statistics.estimate import Refusal
 
 RUN_MAPPINGS = ("axes", "parameters", "flops_per_token")
 """Fields of `Result` whose entries are columns of their own."""
+MIB = 2.0**20
 
 
 def run_table(material: Material) -> Table:
@@ -36,104 +47,131 @@ def run_table(material: Material) -> Table:
     return Table(columns=tuple(columns), rows=rows)
 
 
-def series_table(material: Material) -> Table:
+def series_sheet(material: Material) -> Sheet:
     """Return what tells the series apart: rule, start and warm-up stand beside every comparison."""
     columns = (
-        "series",
-        "role",
-        "residual",
-        "initialization",
-        "parametrization",
-        "warm-up",
-        "depths, blocks L",
+        value("series", "series"),
+        Column(files=("reference",), heading="role", show=lambda cell: "reference" if cell else None),
+        *values(
+            ("residual", "residual"),
+            ("initialization", "initialization"),
+            ("parametrization", "parametrization"),
+            ("warmup", "warm-up, fraction of the steps"),
+            ("depths", ""),
+        ),
+        span("depth", "depths, blocks L"),
     )
     rows = tuple(
         (
-            *(one.label, "reference" if one.reference else None, one.residual, one.initialization),
-            *(one.parametrization, one.warmup, ", ".join(str(arm.depth) for arm in one.arms)),
+            *(one.label, one.reference, one.residual, one.initialization, one.parametrization, one.warmup),
+            *(len(one.arms), tuple(arm.depth for arm in one.arms)),
         )
         for one in material.findings.series
     )
-    return Table(columns=columns, rows=rows)
+    return Sheet(heading="Series", columns=columns, rows=rows)
 
 
-def arm_table(material: Material) -> Table:
+def arm_sheet(material: Material) -> Sheet:
     """Return one row per series and depth: how its runs ended and what its best learning rate gives."""
     columns = (
-        *("series", "blocks L", "runs", "outcomes", "optimal rate", "loss at it", "n", "interval"),
-        *("best measured rate", "loss there", "note"),
+        *values(("series", "series"), ("depth_blocks", "blocks L"), ("runs", "runs")),
+        *(outcomes(), statistic("optimal_rate", "optimal rate"), statistic("tuned_loss", "loss at it")),
+        value("best_measured_rate", "best measured rate"),
+        *(statistic("best_measured_loss", "loss there"), value("note", "note")),
     )
     rows = []
     for _, series, arm in material.arms:
         found = arm.basin
-        if isinstance(found, Refusal):
-            tuned: tuple[object, ...] = (short(found), short(found), None, None)
-        else:
-            tuned = (short(found.optimum), short(found.loss), found.loss.n, found.loss.interval)
-        rows.append(
-            (
-                *(series.label, arm.depth, len(arm.run_ids), _counts(arm.outcomes), *tuned),
-                *(arm.best_rate, short(arm.best_loss), arm.best_loss_note or None),
-            )
-        )
-    return Table(columns=columns, rows=tuple(rows))
+        tuned = (found, found) if isinstance(found, Refusal) else (found.optimum, found.loss)
+        about = (series.label, arm.depth, len(arm.run_ids), arm.outcomes)
+        rows.append((*about, *tuned, arm.best_rate, arm.best_loss, arm.best_loss_note or None))
+    notes = (
+        ("Optimal rate", "lowest point of a parabola in log2 rate, fitted to the rates around the best one."),
+        ("Loss at it", "validation loss read from that parabola, mean over the seeds, nats per target."),
+        ("Best measured rate", "rate of the grid with the lowest mean loss, and the mean measured there."),
+        ("Intervals", "in brackets, 95 %; their kind is in the file."),
+    )
+    return Sheet(heading="Arms: outcomes and best rates", columns=columns, rows=tuple(rows), notes=notes)
 
 
-def size_table(material: Material) -> Table:
+def size_sheet(material: Material) -> Sheet:
     """Return one row per series and depth: parameters, FLOPs by every convention, lanes, time and memory."""
     parameters = _keys(arm.parameters for _, _, arm in material.arms)
     flops = _keys(arm.flops_per_token for _, _, arm in material.arms)
     columns = (
-        *("series", "blocks L", "sublayers S", "width"),
-        *(f"N {key}".replace("_", " ") for key in parameters),
-        *(f"FLOPs {key}".replace("_", " ") for key in flops),
-        *("lanes", "s / step / run", "MiB / run", "compile s"),
+        *values(("series", "series"), ("depth_blocks", "blocks L"), ("sublayers", "sublayers S")),
+        value("width", "width"),
+        *(value(f"parameters_{key}", f"N {key}".replace("_", " ")) for key in parameters),
+        *(value(f"flops_{key}", f"FLOPs {key}".replace("_", " ")) for key in flops),
+        *(span("lanes", "lanes"), value("step_s_per_run", "s / step / run")),
+        Column(
+            files=("bytes_per_run",),
+            heading="MiB / run",
+            show=lambda cell: None if cell is None else cell / MIB,
+        ),
+        value("compile_s", "compile s"),
     )
     rows = tuple(
         (
             *(series.label, arm.depth, arm.sublayers, arm.width),
             *(_entry(arm.parameters, key) for key in parameters),
             *(_entry(arm.flops_per_token, key) for key in flops),
-            ", ".join(map(str, arm.lanes)) or None,
-            arm.step_s,
-            None if arm.run_bytes is None else arm.run_bytes / 2**20,
-            arm.compile_s,
+            *(arm.lanes, arm.step_s, arm.run_bytes, arm.compile_s),
         )
         for _, series, arm in material.arms
     )
-    return Table(columns=columns, rows=rows)
+    notes = (
+        ("FLOPs", "training FLOPs per token, by each counting convention."),
+        (
+            "Lanes",
+            "runs that one program trains at once; time and memory are the program's, divided by its lanes.",
+        ),
+    )
+    heading = "Arms: parameters N, training FLOPs per token, time and memory"
+    return Sheet(heading=heading, columns=columns, rows=rows, notes=notes)
 
 
-def contrast_table(material: Material) -> Table:
+def contrast_sheet(material: Material) -> Sheet:
     """Return every series against the reference, depth by depth, with the detectable difference first."""
     columns = (
-        *(
-            "series",
-            "against",
-            "depth, blocks L",
-            "status",
-            "detectable, nats",
-            "difference, nats",
-            "interval",
-        ),
-        *("p, paired t", "p, Holm", "pairs", "seeds left out"),
+        *values(("series", "series"), ("against", "against"), ("depth_blocks", "depth, blocks L")),
+        Column(files=("status",), heading=""),
+        Column(files=("phrase",), heading="found"),
+        number_or_refusal("detectable", "detectable, nats"),
+        statistic("difference", "difference, nats"),
+        *values(("p", "p, paired t"), ("p_holm", "p, Holm"), ("pairs", "pairs")),
+        *values(("excluded", "seeds left out"), ("comparisons", ""), ("misfit", "misfits, nats")),
     )
     rows = tuple(
         (
-            *(one.series, one.reference, one.depth, one.status),
-            _number_or_reason(one.detectable),
-            short(one.difference),
-            None if isinstance(one.difference, Refusal) else one.difference.interval,
-            *(one.p, one.p_holm, one.pairs, one.excluded),
+            *(one.series, one.reference, one.depth, one.status, one.phrase, one.detectable, one.difference),
+            *(one.p, one.p_holm, one.pairs, one.excluded, one.comparisons, one.misfit),
         )
         for one in material.findings.contrasts
     )
-    return Table(columns=columns, rows=rows)
+    notes = (
+        ("Detectable", "smallest difference that this many seeds find with 80 % power; read it first."),
+        (
+            "Difference",
+            "loss of the series less that of the reference, each at its own optimum, seed by seed.",
+        ),
+        (
+            "Interval",
+            "of the difference: holds for all comparisons of this table at once; its kind is in the file.",
+        ),
+        ("p, Holm", "the paired t test, adjusted for the number of comparisons in this table."),
+        (
+            "Misfits",
+            "of both fitted parabolas together: a difference up to it may be none; it is in the interval.",
+        ),
+    )
+    heading = "Contrasts against the reference, paired by seed"
+    return Sheet(heading=heading, columns=columns, rows=rows, notes=notes)
 
 
 def failure_table(material: Material) -> Table:
     """Return every run that is not ok."""
-    columns = ("outcome", "series", "depth, blocks L", "learning rate", "seed", "reason", "run")
+    columns = ("outcome", "series", "depth_blocks", "learning_rate", "seed", "reason", "run")
     rows = tuple(
         (one.outcome, one.series, one.depth, one.learning_rate, one.seed, one.reason, one.id)
         for one in material.findings.failures.runs
@@ -141,12 +179,12 @@ def failure_table(material: Material) -> Table:
     return Table(columns=columns, rows=rows)
 
 
-def grouped_failures(material: Material) -> Table:
-    """Return the same, runs of an arm with one outcome and reason in one row: what a person can read."""
+def failure_sheet(material: Material) -> Sheet:
+    """Return the same for the page, runs of an arm with one outcome and reason in one row."""
     groups: dict[tuple[str, str, int, str], list[FailedRun]] = {}
     for one in material.findings.failures.runs:
         groups.setdefault((one.outcome, one.series, one.depth, one.reason), []).append(one)
-    columns = ("outcome", "series", "blocks L", "runs", "learning rates", "seeds", "reason")
+    headings = ("outcome", "series", "blocks L", "runs", "learning rates", "seeds", "reason")
     rows = tuple(
         (
             *(outcome, series, depth, len(runs)),
@@ -156,21 +194,29 @@ def grouped_failures(material: Material) -> Table:
         )
         for (outcome, series, depth, reason), runs in groups.items()
     )
-    return Table(columns=columns, rows=rows)
+    columns = tuple(Column(files=(), heading=heading) for heading in headings)
+    return Sheet(heading="Runs that failed or are not there", columns=columns, rows=rows)
 
 
-def event_table(material: Material) -> Table:
+def event_sheet(material: Material) -> Sheet:
     """Return everything that happened on the way."""
     rows = tuple(
         (event.time, event.kind, event.sentence, len(event.runs) or None)
         for event in material.findings.failures.events
     )
-    return Table(columns=("time, UTC", "event", "what happened", "runs concerned"), rows=rows)
+    columns = values(
+        ("time_utc", "time, UTC"),
+        ("event", "event"),
+        ("sentence", "what happened"),
+        ("runs_concerned", "runs concerned"),
+    )
+    return Sheet(heading="What happened on the way", columns=columns, rows=rows)
 
 
-def mapping_table(values: Mapping[str, Any], columns: tuple[str, str]) -> Table:
+def mapping_sheet(heading: str, found: Mapping[str, Any]) -> Sheet:
     """Return names and values; a value that is no scalar is written as JSON."""
-    return Table(columns=columns, rows=tuple((name, plain(value)) for name, value in flatten(values).items()))
+    rows = tuple((name, plain(one)) for name, one in flatten(found).items())
+    return Sheet(heading=heading, columns=values(("setting", "setting"), ("value", "value")), rows=rows)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -210,11 +256,3 @@ def _keys(mappings: Any) -> tuple[str, ...]:
 
 def _entry(values: Mapping[str, Any], key: str) -> Any:
     return plain(values[key]) if key in values else None
-
-
-def _counts(outcomes: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-
-
-def _number_or_reason(value: float | Refusal) -> Any:
-    return f"refused: {reason(value)}" if isinstance(value, Refusal) else value

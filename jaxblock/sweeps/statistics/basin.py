@@ -2,9 +2,12 @@
 
     loss_{rs} = a_s + b u_r + c u_r^2 + noise,   u_r = log2(rate_r / center)
     u* = -b / 2c,  its interval by Fieller: {u : |b + 2 c u| <= t sd(b + 2 c u)}
+    misfit = max over r of |mean over s of the residual|,   interval of the loss: t over seeds, +- misfit on both sides
+    F = [(SSE - SSE_pure) / (W - 3)] / [SSE_pure / df_pure],   SSE_pure of loss_{rs} = a_s + e_r: no curve at all
 
 One offset a_s per seed: the runs of a seed share data order and initial keys, and what all its rates share says
-nothing about the optimum. The window is the rates within a factor of 4 of the grid's lowest mean, at least 4 of them.
+nothing about the optimum. The window is the rates within a factor of 4 of the grid's lowest mean, at least 4 of them;
+where the parabola lacks fit there, the widest of the narrower windows (still 4 rates) where it does not.
 
 Failures. A rate where more than 20 % of the runs failed is a wall: a mean over its survivors is a mean over the lucky
 ones, so it takes no part in the fit. It is evidence that the loss is not lower there, so a wall above the minimum
@@ -12,6 +15,11 @@ bounds it from the right as a measured higher loss would; but it says nothing ab
 vertex must then lie at or below the highest rate that holds, or the basin is refused and the gap has to be measured.
 A wall below the minimum bounds nothing: failing at a small rate is not the far side of a basin. Up to 20 % failures,
 the fit takes the survivors and says how many failed. Survivors that look best at a wall refuse the basin.
+
+Misfit. Seeds show how far the mean of a rate may move, not how far the parabola is from the loss between the rates.
+The distance at the rates is measured, so it stands for the distance between them. A parabola that misses by more
+than a tenth of the range of the window's means, and by more than the seeds explain (F test at 1 %), is refused: the
+range is the depth of the basin, and what is ranked are floors that differ by less than it.
 """
 
 import math
@@ -23,12 +31,25 @@ from scipy import stats
 from jaxblock.sweeps.statistics.estimate import Estimate, Refusal
 from jaxblock.sweeps.statistics.grid import Grid
 from jaxblock.sweeps.statistics.means import mean_interval, t_quantile
-from jaxblock.sweeps.statistics.parabola import Fit, fieller, fit_polynomial, read_parabola, skewed_minimum
+from jaxblock.sweeps.statistics.parabola import (
+    Fit,
+    Misfit,
+    fieller,
+    fit_polynomial,
+    measure_misfit,
+    read_parabola,
+    skewed_minimum,
+)
 
 LEAST_RATES = 4
 LEAST_SEEDS = 3
 OCTAVES = 2.0
 """Half-width of the window: a factor of 4 in the rate."""
+MISFIT_SHARE = 0.1
+"""Largest misfit over the range of the window's means."""
+MISFIT_P = 0.01
+"""Level of the lack-of-fit test."""
+MISFIT_WORDS = "the misfit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +65,10 @@ class Basin:
     curvature_p: float
     """p of no curvature, two-sided, times the number of places where the grid's minimum could have been."""
     loss: Estimate
-    """Mean over seeds of the loss at the vertex, t interval; less optimistic than the best of the grid."""
+    """Mean over seeds of the loss at the vertex, t interval widened by `misfit`: seeds alone do not show how far the
+    parabola is from the loss between the measured rates. Less optimistic than the best of the grid."""
+    misfit: float
+    """Nats by which the parabola misses: largest |mean over seeds of the residual| over `rates`; 0 for an exact fit."""
     seed_losses: tuple[float | None, ...]
     """Loss of each seed at the vertex, in the grid's order; None with fewer than 3 of the window's rates."""
     rates: tuple[float, ...]
@@ -66,12 +90,21 @@ def fit_basin(grid: Grid) -> Basin | Refusal:
     """Return the basin of a grid, or the first rule it breaks.
 
     Order: no usable rate, survivors best at a wall, minimum at an edge (`side` says where to extend), fewer than 4
-    usable rates, fewer than 3 seeds, no upward curvature, curvature within the noise, vertex beyond the last rate.
+    usable rates, fewer than 3 seeds, no upward curvature, curvature within the noise, lack of fit (side "finer"), vertex
+    beyond the last rate.
     """
     refusal = unbracketed(grid)
     if refusal is not None:
         return refusal
-    window = window_of(grid)
+    found = fit_window(grid, windows_of(grid)[0])
+    if isinstance(found, Basin) or found.rule != "lack_of_fit":
+        return found
+    narrower = (fit_window(grid, window) for window in windows_of(grid)[1:])
+    return next((one for one in narrower if isinstance(one, Basin)), found)
+
+
+def fit_window(grid: Grid, window: np.ndarray) -> Basin | Refusal:
+    """Return the basin of some rates of a grid whose minimum is bracketed."""
     seeds = np.flatnonzero(grid.measured[window].sum(axis=0) >= 3)
     if len(seeds) < LEAST_SEEDS:
         return Refusal(
@@ -79,8 +112,15 @@ def fit_basin(grid: Grid) -> Basin | Refusal:
             sentence=f"{len(seeds)} seeds have at least 3 learning rates around the minimum; run {LEAST_SEEDS} or more",
         )
     u_W = np.log2(grid.rates_R[window] / grid.rates_R[grid.best])
-    fit = fit_polynomial(u_W, grid.losses_RS[np.ix_(window, seeds)], degree=2)
-    return unresolved(grid, window, fit) or describe(grid, window, seeds, fit)
+    losses_WS = grid.losses_RS[np.ix_(window, seeds)]
+    fit = fit_polynomial(u_W, losses_WS, degree=2)
+    misfit = measure_misfit(fit, u_W, losses_WS)
+    return (
+        uncurved(grid, fit)
+        or ill_fitting(grid, window, misfit)
+        or beyond(grid, window, fit)
+        or describe(grid, window, seeds, fit, misfit.nats)
+    )
 
 
 def unbracketed(grid: Grid) -> Refusal | None:
@@ -120,13 +160,18 @@ def unbracketed(grid: Grid) -> Refusal | None:
     return None
 
 
-def window_of(grid: Grid) -> np.ndarray:
-    """Return the positions of the rates to fit: within 2 octaves of the lowest mean, and the nearest up to 4."""
+def windows_of(grid: Grid) -> list[np.ndarray]:
+    """Return the positions of the rates to fit: within 2 octaves of the lowest mean, and the nearest up to 4.
+
+    After it the narrower windows, each without the farthest rate of the one before, down to 4 rates: they are fitted
+    only where the wider one lacks fit.
+    """
     usable = np.flatnonzero(grid.usable)
     assert grid.best is not None
     distance_U = np.abs(np.log2(grid.rates_R[usable] / grid.rates_R[grid.best]))
     count = max(LEAST_RATES, int((distance_U <= OCTAVES + 1e-6).sum()))
-    return np.sort(usable[np.argsort(distance_U, kind="stable")[:count]])
+    nearest_U = usable[np.argsort(distance_U, kind="stable")]
+    return [np.sort(nearest_U[:kept]) for kept in range(min(count, len(usable)), LEAST_RATES - 1, -1)]
 
 
 def curvature_p(grid: Grid, fit: Fit) -> float:
@@ -136,10 +181,9 @@ def curvature_p(grid: Grid, fit: Fit) -> float:
     return float(min(1.0, 2 * stats.t.sf(t, fit.df) * max(1, int(grid.usable.sum()) - 2)))
 
 
-def unresolved(grid: Grid, window: np.ndarray, fit: Fit) -> Refusal | None:
-    """Return the rule that the fitted quadratic breaks."""
-    b, c = fit.powers_P
-    if c <= 0:
+def uncurved(grid: Grid, fit: Fit) -> Refusal | None:
+    """Return the rule about curvature that the fitted quadratic breaks."""
+    if fit.powers_P[1] <= 0:
         return Refusal(
             rule="not_convex",
             sentence=f"the losses around {grid.rates_R[grid.best]:.3g} do not curve upwards",
@@ -150,6 +194,26 @@ def unresolved(grid: Grid, window: np.ndarray, fit: Fit) -> Refusal | None:
             rule="vertex_unbounded",
             sentence=f"the curvature does not stand out of the noise (p = {p:.2g}); run more seeds or a wider grid",
         )
+    return None
+
+
+def ill_fitting(grid: Grid, window: np.ndarray, misfit: Misfit) -> Refusal | None:
+    """Return the rule that a parabola breaks which misses the means by more than seeds and a tenth of their range."""
+    depth = float(np.ptp(grid.effects[window]))
+    if misfit.p >= MISFIT_P or misfit.nats <= MISFIT_SHARE * depth:
+        return None
+    at = grid.rates_R[window]
+    return Refusal(
+        rule="lack_of_fit",
+        sentence=f"the parabola misses the measured means from {at[0]:.3g} to {at[-1]:.3g} by up to {misfit.nats:.2g} "
+        f"nats, {misfit.nats / depth:.0%} of their range (p = {misfit.p:.2g}); measure rates between these",
+        side="finer",
+    )
+
+
+def beyond(grid: Grid, window: np.ndarray, fit: Fit) -> Refusal | None:
+    """Return the rule that a vertex outside the window breaks."""
+    b, c = fit.powers_P
     rates_W = grid.rates_R[window]
     vertex = grid.rates_R[grid.best] * 2 ** (-b / (2 * c))
     if rates_W[0] <= vertex <= rates_W[-1]:
@@ -181,7 +245,7 @@ def vertex_interval(fit: Fit, u_W: np.ndarray, losses_WS: np.ndarray) -> tuple[f
     return low, high, "95 % Fieller, widened for skew" if widened else "95 % Fieller"
 
 
-def describe(grid: Grid, window: np.ndarray, seeds: np.ndarray, fit: Fit) -> Basin | Refusal:
+def describe(grid: Grid, window: np.ndarray, seeds: np.ndarray, fit: Fit, misfit: float) -> Basin | Refusal:
     """Return the record of a fit that breaks no rule."""
     rates_W, losses_WS = grid.rates_R[window], grid.losses_RS[window]
     assert grid.best is not None
@@ -208,7 +272,8 @@ def describe(grid: Grid, window: np.ndarray, seeds: np.ndarray, fit: Fit) -> Bas
             value=2 * c, low=2 * (c - half), high=2 * (c + half), n=len(seeds), interval="95 % t, parabola"
         ),
         curvature_p=curvature_p(grid, fit),
-        loss=loss,
+        loss=loss.widened(misfit, MISFIT_WORDS),
+        misfit=misfit,
         seed_losses=tuple(float(x) if math.isfinite(x) else None for x in value_S),
         rates=tuple(float(rate) for rate in rates_W),
         grid_rate=center,

@@ -1,5 +1,6 @@
 """A number with its interval, or the rule that forbids one: what every function of this package returns."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ RULES: Mapping[str, str] = {
     "diverged_at_minimum": "at most 20 % of the runs at the minimum may have failed",
     "not_convex": "the losses around the minimum must curve upwards",
     "vertex_unbounded": "the curvature must stand out of the noise, or the optimum has no bounded interval",
+    "lack_of_fit": "a parabola must not miss the measured means by more than a tenth of their range where the seeds show "
+    "that it does: a finer grid of learning rates has to be measured",
     "few_depths": "a law in depth needs at least 5 depths",
-    "few_points": "a straight line with an interval needs at least 3 points",
+    "few_points": "a straight line with an interval needs at least 5 points",
     "few_layers": "a growth law needs a profile of at least 6 blocks",
     "not_positive": "a power law needs values above zero",
     "exponent_contains_zero": "the interval of the exponent p must not contain 0",
@@ -35,7 +38,7 @@ RULES: Mapping[str, str] = {
 }
 """What each rule asks for. A rule that fires leaves a `Refusal` where the number would have been."""
 
-SIDES = ("", "left", "right", "between")
+SIDES = ("", "left", "right", "between", "finer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class Estimate:
     n: int
     """Values (mostly seeds) it was computed from."""
     interval: str
-    """What the interval is, as "95 % t", "95 % t, small n", "95 % Clopper-Pearson", "95 % Fieller"."""
+    """What the interval is, as "95 % t", "95 % t, small n, widened by the misfit", "95 % Fieller"."""
 
     def __post_init__(self) -> None:
         """Raise ValueError where a number is not finite or the interval is empty."""
@@ -61,6 +64,15 @@ class Estimate:
         """Whether the interval leaves the number out."""
         return not self.low <= number <= self.high
 
+    def widened(self, by: float, words: str) -> "Estimate":
+        """Return it with an interval longer by `by` on both sides and words that say so; itself where `by` is 0."""
+        if by < 0:
+            raise ValueError(f"an interval is widened by 0 or more; got {by}")
+        if by == 0:
+            return self
+        interval = f"{self.interval}, widened by {words}"
+        return dataclasses.replace(self, low=self.low - by, high=self.high + by, interval=interval)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
@@ -71,7 +83,8 @@ class Refusal:
     sentence: str
     """What was found and what would help, with the names and values of this case."""
     side: str = ""
-    """Where a learning-rate grid has to grow: "left", "right", "between" (below the failing rates), or ""."""
+    """Where a learning-rate grid has to grow: "left", "right", "between" (below the failing rates), "finer" (between
+    the rates around the minimum), or ""."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a rule or side that does not exist."""

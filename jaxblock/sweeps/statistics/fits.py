@@ -13,7 +13,8 @@ from jaxblock.sweeps.statistics.means import finite_vector, mean_interval, t_qua
 from jaxblock.sweeps.statistics.root import lowest_between
 
 LEAST_DEPTHS = 5
-LEAST_POINTS = 3
+LEAST_POINTS = 5
+"""Points of a straight line: 3 leave 1 degree of freedom, and an interval that is short by luck."""
 LEAST_BLOCKS = 6
 TIE = 2.0
 """Units of AICc by which the best growth law must be ahead."""
@@ -105,7 +106,7 @@ def explained(y: np.ndarray, fitted: np.ndarray) -> float:
 
 
 def straight_line(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Line | Refusal:
-    """Return intercept and slope of y against x; refused for fewer than 3 points at different x."""
+    """Return intercept and slope of y against x; refused for fewer than 5 points at different x."""
     x_N, y_N = finite_vector(x, "x"), finite_vector(y, "y")
     if x_N.shape != y_N.shape:
         raise ValueError(f"x and y have one length; got {len(x_N)} and {len(y_N)}")

@@ -16,9 +16,9 @@ SMALL = 5
 """Below this many values a t interval is flagged "small n": look at the points."""
 
 
-def t_quantile(df: float) -> float:
-    """Return the two-sided 95 % quantile of the t distribution."""
-    return float(stats.t.ppf(0.5 + LEVEL / 2, df))
+def t_quantile(df: float, *, comparisons: int = 1) -> float:
+    """Return the two-sided 95 % quantile of the t distribution, at level .05 / comparisons (Bonferroni)."""
+    return float(stats.t.isf((1 - LEVEL) / (2 * comparisons), df))
 
 
 def t_words(n: int) -> str:

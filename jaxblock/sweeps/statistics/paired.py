@@ -4,6 +4,10 @@
 
 Detectable is the difference found with 80 % power at two-sided level .05: delta with P(|T| > t_.975) = .8 for a
 noncentral T of noncentrality delta sqrt(n) / sd(d). Equivalence is two one-sided tests (Schuirmann, 1987).
+
+With C comparisons the level of each is .05 / C (Bonferroni). Where both sides were read from curves that miss by m in
+sum, a difference up to m may be none: the interval is mean(d) +- (t sd(d) / sqrt(n) + m), and
+t = max(0, |mean(d)| - m) sqrt(n) / sd(d), so that p C < .05 exactly where the interval leaves 0 out.
 """
 
 import functools
@@ -14,7 +18,7 @@ import numpy as np
 from scipy import stats
 
 from jaxblock.sweeps.statistics.estimate import Estimate, Refusal
-from jaxblock.sweeps.statistics.means import finite_vector, mean_interval, t_quantile
+from jaxblock.sweeps.statistics.means import finite_vector, t_quantile, t_words
 from jaxblock.sweeps.statistics.root import zero_between
 
 POWER = 0.8
@@ -26,11 +30,11 @@ class Paired:
     """A difference between two sets of runs that share their seeds."""
 
     difference: Estimate
-    """Mean of first less second."""
+    """Mean of first less second, its interval adjusted for the comparisons and widened by the misfit."""
     p: float
-    """Two-sided paired t test of no difference."""
+    """Two-sided paired t test of a difference no larger than the misfit; not adjusted."""
     detectable: float
-    """Smallest difference found with 80 % power at level .05, from the spread of these differences."""
+    """Smallest difference found with 80 % power at level .05 / comparisons, from these differences; plus the misfit."""
     pairs: int
     excluded: int
     """Seeds left out because either side has no loss."""
@@ -60,26 +64,36 @@ def paired_values(first_S: np.ndarray, second_S: np.ndarray) -> tuple[np.ndarray
     return first_S[both_S] - second_S[both_S], int((~both_S).sum())
 
 
-def paired_difference(first_S: np.ndarray, second_S: np.ndarray) -> Paired | Refusal:
+def paired_difference(
+    first_S: np.ndarray, second_S: np.ndarray, *, comparisons: int = 1, misfit: float = 0.0
+) -> Paired | Refusal:
     """Return mean(first - second) over seeds, position by position the same seed; NaN is a run without a loss.
 
     Pairs with a NaN are left out and counted. Refused for fewer than two pairs, and where all differences are the
     same number, which leaves nothing to judge chance by.
+
+    Args:
+      first_S: losses of one side.
+      second_S: losses of the other.
+      comparisons: how many differences are looked at; the interval holds for all of them at once.
+      misfit: by how much the curves that both sides were read from may miss, in sum.
     """
+    if comparisons < 1 or misfit < 0:
+        raise ValueError(f"comparisons >= 1 and misfit >= 0 are needed; got {comparisons} and {misfit}")
     d_P, excluded = paired_values(first_S, second_S)
     n = len(d_P)
     if n < 2:
         return Refusal(rule="few_pairs", sentence=f"{n} of {n + excluded} seeds have a loss on both sides")
     if np.ptp(d_P) == 0:
         return Refusal(rule="no_spread", sentence=f"all {n} differences are the same number")
-    difference = mean_interval(d_P)
-    assert isinstance(difference, Estimate)
-    spread = float(d_P.std(ddof=1))
-    t = difference.value * n**0.5 / spread
+    mean, error = float(d_P.mean()), float(d_P.std(ddof=1)) / n**0.5
+    half = t_quantile(n - 1, comparisons=comparisons) * error
+    words = t_words(n) + (f", Bonferroni for {comparisons} comparisons" if comparisons > 1 else "")
+    difference = Estimate(value=mean, low=mean - half, high=mean + half, n=n, interval=words)
     return Paired(
-        difference=difference,
-        p=float(2 * stats.t.sf(abs(t), n - 1)),
-        detectable=detectable_effect(spread, n),
+        difference=difference.widened(misfit, "the misfits of both arms"),
+        p=float(2 * stats.t.sf(max(0.0, abs(mean) - misfit) / error, n - 1)),
+        detectable=noncentrality(n, comparisons) * error + misfit,
         pairs=n,
         excluded=excluded,
     )
@@ -89,19 +103,18 @@ def detectable_effect(spread: float, n: int) -> float:
     """Return the difference found with 80 % power by a paired t test of n pairs with standard deviation `spread`."""
     if spread < 0 or n < 2:
         raise ValueError(f"spread >= 0 and n >= 2 are needed; got {spread} and {n}")
-    return noncentrality(n) * spread / n**0.5
+    return noncentrality(n, 1) * spread / n**0.5
 
 
 @functools.cache
-def noncentrality(n: int) -> float:
-    """Return the noncentrality at which a two-sided t test of n pairs has 80 % power; about 2.8 for large n."""
-    limit = t_quantile(n - 1)
-    return zero_between(lambda nc: power_of(nc, n - 1) - POWER, 0.1, 4.0 * limit + 4.0)
+def noncentrality(n: int, comparisons: int) -> float:
+    """Return where a two-sided t test of n pairs at level .05 / comparisons has 80 % power; about 2.8 for large n."""
+    limit = t_quantile(n - 1, comparisons=comparisons)
+    return zero_between(lambda nc: power_of(nc, n - 1, limit) - POWER, 0.1, 4.0 * limit + 4.0)
 
 
-def power_of(noncentrality: float, df: int) -> float:
-    """Return P(|T| > t_.975) for a noncentral T: the mean over W = sqrt(chi^2 / df) of P(|Z + nc| > t W)."""
-    limit = t_quantile(df)
+def power_of(noncentrality: float, df: int, limit: float) -> float:
+    """Return P(|T| > limit) for a noncentral T: the mean over W = sqrt(chi^2 / df) of P(|Z + nc| > limit W)."""
     # 2,000 midpoints in probability; scipy's noncentral t is NaN for some of the arguments needed here.
     w_Q = np.sqrt(stats.chi2.ppf((np.arange(2000) + 0.5) / 2000, df) / df)
     reached_Q = stats.norm.sf(limit * w_Q - noncentrality) + stats.norm.cdf(-limit * w_Q - noncentrality)

@@ -10,6 +10,7 @@ stands out of the noise.
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 
 from jaxblock.sweeps.statistics.means import t_quantile
 
@@ -41,6 +42,44 @@ def fit_polynomial(u_W: np.ndarray, losses_WS: np.ndarray, *, degree: int) -> Fi
         covariance_PP=covariance_QQ[seeds:, seeds:],
         df=df,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misfit:
+    """How far the parabola is from the measured means."""
+
+    nats: float
+    """Largest |mean over seeds of the residual|; 0 where that is rounding."""
+    p: float
+    """Lack-of-fit F test against one free mean per rate, seeds as replicates; 1 where nothing is left to test with."""
+
+
+def measure_misfit(fit: Fit, u_W: np.ndarray, losses_WS: np.ndarray) -> Misfit:
+    """Return the misfit of a parabola and its test, over the finite losses.
+
+    F = [(SSE - SSE_pure) / (W - 3)] / [SSE_pure / df_pure], where SSE_pure is that of loss = rate + seed.
+    """
+    curve_W = np.stack([u_W, u_W**2], axis=1) @ fit.powers_P
+    residual_WS = losses_WS - fit.offsets_S - curve_W[:, None]
+    rounding = 1e-12 * float(np.nanmax(np.abs(losses_WS)))
+    nats = float(np.abs(np.nanmean(residual_WS, axis=1)).max())
+    pure, df_pure = pure_error(losses_WS)
+    lack, df_lack = float(np.nansum(np.square(residual_WS))) - pure, len(u_W) - 3
+    if nats <= rounding or df_lack < 1 or df_pure < 1:
+        return Misfit(nats=nats if nats > rounding else 0.0, p=1.0)
+    # Seeds that agree to rounding leave no noise: any misfit is then one of the curve.
+    noise = max(pure / df_pure, rounding**2)
+    return Misfit(nats=nats, p=float(stats.f.sf(max(0.0, lack) / df_lack / noise, df_lack, df_pure)))
+
+
+def pure_error(losses_WS: np.ndarray) -> tuple[float, int]:
+    """Return the squares that loss = rate + seed leaves over the finite losses, and their degrees of freedom."""
+    row_K, column_K = np.nonzero(np.isfinite(losses_WS))
+    rates, seeds = losses_WS.shape
+    design_KQ = np.concatenate([np.eye(seeds)[column_K], np.eye(rates)[row_K]], axis=1)
+    y_K = losses_WS[row_K, column_K]
+    coefficients_Q, _, rank, _ = np.linalg.lstsq(design_KQ, y_K, rcond=None)
+    return float(np.square(y_K - design_KQ @ coefficients_Q).sum()), len(y_K) - int(rank)
 
 
 def fieller(fit: Fit) -> tuple[float, float] | None:

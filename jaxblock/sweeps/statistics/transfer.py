@@ -1,6 +1,6 @@
 """Does a learning rate tuned at one depth serve at another: slope of the optimum, regret, sensitivity, stability.
 
-log2 lr*(N) = a + s log2 N        R(N) = L(N; lr*_{N0}) - L(N; lr*_N)
+log2 lr*(N) = a + s log2 N        R(N) = L(N; lr*_{N0}) - L(N; lr*_N) +- (t over seeds + misfit of the basin at N)
 sensitivity = mean over rates of min(L, L_first) - L*        (arXiv 2309.14322, section 2.2)
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from jaxblock.sweeps.statistics.basin import Basin
+from jaxblock.sweeps.statistics.basin import MISFIT_WORDS, Basin
 from jaxblock.sweeps.statistics.estimate import Estimate, Refusal
 from jaxblock.sweeps.statistics.grid import Grid
 from jaxblock.sweeps.statistics.means import mean_interval, proportion_interval, t_quantile
@@ -119,22 +119,28 @@ def losses_at(grid: Grid, basin: Basin, rate: float) -> np.ndarray | Refusal:
 def regret(grid: Grid, basin: Basin | Refusal, rate: Estimate | Refusal) -> Estimate | Refusal:
     """Return L(rate) - L(optimum) in nats, paired by seed, for an optimum `rate` found at another depth.
 
-    The interval is over seeds for these two rates; that the other depth's optimum is itself an estimate is not in it.
+    The interval is over seeds for these two rates, widened by the misfit of the basin they are read from; that the
+    other depth's optimum is itself an estimate is not in it. At the basin's own optimum it is 0 by definition.
     """
     if isinstance(basin, Refusal) or isinstance(rate, Refusal):
         return Refusal(
             rule="no_optimum", sentence="a learning-rate optimum is missing at one of the two depths"
+        )
+    if rate.value == basin.optimum.value:
+        return Estimate(
+            value=0.0, low=0.0, high=0.0, n=basin.loss.n, interval="0 by definition: its own optimum"
         )
     there_S = losses_at(grid, basin, rate.value)
     if isinstance(there_S, Refusal):
         return there_S
     own_S = np.array([np.nan if loss is None else loss for loss in basin.seed_losses])
     difference_S = there_S - own_S
-    return mean_interval(difference_S[np.isfinite(difference_S)])
+    found = mean_interval(difference_S[np.isfinite(difference_S)])
+    return found if isinstance(found, Refusal) else found.widened(basin.misfit, MISFIT_WORDS)
 
 
 def sensitivity(grid: Grid, basin: Basin | Refusal, *, first_loss: float) -> Estimate | Refusal:
-    """Return the mean over the grid's rates of min(loss, first_loss) - L*, per seed, with a t interval over seeds.
+    """Return the mean over the grid's rates of min(loss, first_loss) - L*, per seed: t over seeds, widened by the misfit.
 
     A failed run counts as `first_loss`, as the definition says; a seed with an absent run is left out. It depends on
     the grid: compare only over the same rates.
@@ -144,7 +150,8 @@ def sensitivity(grid: Grid, basin: Basin | Refusal, *, first_loss: float) -> Est
     own_S = np.array([np.nan if loss is None else loss for loss in basin.seed_losses])
     capped_RS = np.where(grid.measured, np.minimum(grid.losses_RS, first_loss), first_loss)
     value_S = np.where(grid.absent_RS.any(axis=0), np.nan, capped_RS.mean(axis=0) - own_S)
-    return mean_interval(value_S[np.isfinite(value_S)])
+    found = mean_interval(value_S[np.isfinite(value_S)])
+    return found if isinstance(found, Refusal) else found.widened(basin.misfit, MISFIT_WORDS)
 
 
 def stable_rate(grid: Grid) -> StableRate | Refusal:

@@ -35,7 +35,6 @@ def basin_figure(material: Material) -> Figure:
         title="Learning-rate basins",
         summary="Validation loss against learning rate, one panel per depth, with the fitted optimum or its refusal.",
         caption=material.caption(lead, [one for _, one in named]),
-        facts=material.facts,
         panels=_panels(material, Axis(label=LOSS), _basin_marks),
         series=material.labels,
         table=_basin_table(material),
@@ -65,7 +64,6 @@ def divergence_figure(material: Material) -> Figure:
         title="Divergence against learning rate",
         summary="Fraction of failed runs against learning rate with its interval, one panel per depth.",
         caption=material.caption(lead, [one for _, one in rows], unit="runs"),
-        facts=material.facts,
         panels=_panels(
             material,
             Axis(label="failed runs / runs with evidence", floor=0.0, ceiling=1.0),
@@ -123,8 +121,7 @@ def _basin_marks(material: Material, series: Series, arm: Arm, color: int) -> li
         )
         marks.append(Crosses(at=tuple(run.learning_rate for run in failed), color=color, titles=titles))
     if isinstance(arm.basin, Refusal):
-        prefix = f"{series.label}: " if len(material.labels) > 1 else ""
-        return [*marks, Note(sentence=f"{prefix}refused: {reason(arm.basin)}", color=color)]
+        return [*marks, Note(sentence=f"refused: {reason(arm.basin)}", color=color)]
     optimum = arm.basin.optimum
     title = f"{series.label}: optimum {number(optimum.value)} [{number(optimum.low)}, {number(optimum.high)}]"
     vertex = Intervals(
@@ -176,11 +173,12 @@ def _basin_table(material: Material) -> Table:
     """Return one row per run with a loss or a failure, then the optimum of its arm."""
     rows = []
     for _, series, arm in material.arms:
-        value, low, high, _, interval, refused = cells(_optimum(arm))
+        value, low, high, _, interval, refused, refusal = cells(_optimum(arm))
         for run in (material.runs[name] for name in arm.run_ids if name in material.runs):
             own = (series.label, arm.depth, run.learning_rate, run.seed, run.outcome, run.val_loss)
-            rows.append((*own, value, low, high, interval, refused))
+            rows.append((*own, value, low, high, interval, refused, refusal))
     columns = ("series", "depth_blocks", "learning_rate", "seed", "outcome", "val_loss")
     return Table(
-        columns=(*columns, "optimum", "optimum_low", "optimum_high", "interval", "refused"), rows=tuple(rows)
+        columns=(*columns, "optimum", "optimum_low", "optimum_high", "interval", "refused", "refusal"),
+        rows=tuple(rows),
     )

@@ -9,10 +9,11 @@ MIB = 2.0**20
 COLUMNS = (
     "series",
     "depth_blocks",
-    "seconds_per_step_per_run",
-    "program_bytes_per_run",
-    "lanes",
-    "compile_seconds",
+    "step_s_per_run",
+    "bytes_per_run",
+    "lanes_least",
+    "lanes_most",
+    "compile_s",
 )
 
 
@@ -23,7 +24,7 @@ def cost_figure(material: Material) -> Figure:
         timed = [(arm, arm.step_s) for arm in series.arms if arm.step_s is not None]
         sized = [(arm, arm.run_bytes / MIB) for arm in series.arms if arm.run_bytes is not None]
         for marks, values, unit in ((seconds, timed, "s"), (memory, sized, "MiB")):
-            at = tuple((material.beside(arm.depth, color), value) for arm, value in values)
+            at = tuple((float(arm.depth), value) for arm, value in values)
             titles = tuple(
                 f"{arm_name(series, arm)}: {number(value)} {unit}, lanes {_lanes(arm.lanes)}"
                 for arm, value in values
@@ -37,13 +38,15 @@ def cost_figure(material: Material) -> Figure:
         title="Time and memory against depth",
         summary="Seconds per step and bytes per run against depth in blocks, by series.",
         caption=_caption(material),
-        facts=material.facts,
         panels=_panels(material, seconds, memory),
         series=material.labels,
         table=Table(
             columns=COLUMNS,
             rows=tuple(
-                (series.label, arm.depth, arm.step_s, arm.run_bytes, _lanes(arm.lanes), arm.compile_s)
+                (
+                    *(series.label, arm.depth, arm.step_s, arm.run_bytes),
+                    *(min(arm.lanes, default=None), max(arm.lanes, default=None), arm.compile_s),
+                )
                 for _, series, arm in material.arms
             ),
         ),

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from jaxblock.sweeps.findings.records import Arm, Series
-from jaxblock.sweeps.report.marks import Figure, Intervals, Line, Mark, Panel, Points, Table
+from jaxblock.sweeps.report.answer import ranking_answer
+from jaxblock.sweeps.report.marks import Figure, Gap, Intervals, Line, Mark, Panel, Points, Table
 from jaxblock.sweeps.report.material import (
     FLOPS,
     PARAMETERS,
@@ -17,6 +18,12 @@ from jaxblock.sweeps.report.scales import Axis, number
 from jaxblock.sweeps.statistics.estimate import Estimate, Refusal
 
 LOSS = "validation loss, nats per target"
+ASIDE = -0.1
+"""How far left of its arm's place what was measured stands."""
+FIXED = (
+    "Pale and dotted: the mean measured at one rate kept at all depths, the grid's best one of the shallowest tuned arm; "
+    "where it is also the best of another depth, it goes through the middle of the seeds there"
+)
 
 
 def tuned_loss(arm: Arm) -> Estimate | Refusal:
@@ -33,8 +40,9 @@ def loss_figure(material: Material) -> Figure:
     fixed = [(series.label, rate) for series in material.findings.series if (rate := fixed_rate(series))]
     words = listed([f"{label} at {number(rate)}" for label, rate in fixed])
     lead = (
-        "Mean validation loss at the fitted learning-rate optimum of each depth and series, every seed a small sign. "
-        "An arm without an optimum is a gap in its line; its seeds, at the best measured rate, are hollow."
+        "Large signs: mean validation loss at the fitted learning-rate optimum of each depth and series, with its "
+        "interval. Small signs, left of them: the loss measured for each seed at the best rate of the grid. The fit "
+        "reads between the measured rates, so it may lie below every seed; an arm without an optimum has seeds only."
     )
     panel = Panel(
         title="Loss at each arm's own optimum", x=material.depth_axis, y=Axis(label=LOSS), marks=tuple(marks)
@@ -42,18 +50,21 @@ def loss_figure(material: Material) -> Figure:
     return Figure(
         name="loss_against_depth",
         title="Loss against depth",
+        answer=ranking_answer(material.findings),
         summary=f"Validation loss against depth in blocks for {len(material.labels)} series.",
         caption=material.caption(
-            lead + (f" Pale: one rate kept at all depths ({words})." if words else ""),
+            lead + (f" {FIXED} ({words})." if words else ""),
             [one for _, one in named],
         ),
-        facts=material.facts,
         panels=(panel,) if material.arms and marks else (),
         series=material.labels,
         table=_loss_table(material),
-        legend={"interval": "95 % interval of the mean", "point": "one seed"}
-        | {"hollow": "one seed of an arm without an optimum"}
-        | ({"pale": "one fixed rate"} if fixed else {}),
+        legend={
+            "interval": "95 % interval of the fitted mean",
+            "point": "one seed, measured at the best rate",
+        }
+        | ({"dotted pale": "mean measured at one fixed rate"} if fixed else {})
+        | ({"refused": "no optimum: refused"} if any(isinstance(mark, Gap) for mark in marks) else {}),
         refusals=refusals(named),
     )
 
@@ -67,16 +78,10 @@ def fixed_rate(series: Series) -> float | None:
 
 
 def _seeds(arm: Arm, x: float, color: int) -> Points:
-    """Return the seeds at the fitted optimum, or hollow at the best measured rate where there is none."""
-    if isinstance(arm.basin, Refusal):
-        losses = arm.best_losses
-        titles = tuple(f"seed {seed} at the best measured rate: {loss:.4f}" for seed, loss in losses.items())
-        return Points(
-            at=tuple((x, loss) for loss in losses.values()), color=color, titles=titles, hollow=True
-        )
-    found = [loss for loss in arm.basin.seed_losses if loss is not None]
-    titles = tuple(f"one seed at the fitted optimum: {loss:.4f}" for loss in found)
-    return Points(at=tuple((x, loss) for loss in found), color=color, titles=titles)
+    """Return the measured loss of every seed at the best rate of the grid."""
+    losses = arm.best_losses
+    titles = tuple(f"seed {seed} at the best measured rate: {loss:.4f}" for seed, loss in losses.items())
+    return Points(at=tuple((x, loss) for loss in losses.values()), color=color, titles=titles, faint=True)
 
 
 def _tuned(material: Material, series: Series, color: int) -> list[Mark]:
@@ -85,7 +90,7 @@ def _tuned(material: Material, series: Series, color: int) -> list[Mark]:
     run: list[tuple[float, float]] = []
     for arm in series.arms:
         x, loss = material.beside(arm.depth, color), tuned_loss(arm)
-        marks.append(_seeds(arm, material.beside(arm.depth, color, -0.07), color))
+        marks.append(_seeds(arm, material.beside(arm.depth, color, ASIDE), color))
         if isinstance(loss, Refusal):
             marks.append(material.gap(arm.depth, color, loss))
             marks.append(Line(at=tuple(run), color=color))
@@ -105,7 +110,7 @@ def _fixed_rate(material: Material, series: Series, color: int) -> list[Mark]:
     for arm in series.arms:
         for row in arm.rates:
             if row.rate == rate and not row.wall and isinstance(row.mean, Estimate):
-                places.append((material.beside(arm.depth, color), row.mean.value))
+                places.append((material.beside(arm.depth, color, ASIDE), row.mean.value))
     return [Line(at=tuple(places), color=color, style="dotted", faint=True)] if len(places) > 1 else []
 
 
@@ -143,7 +148,6 @@ def price_figure(material: Material) -> Figure:
         title="The same losses against what they cost",
         summary="Validation loss against parameters, training FLOPs and seconds; one point per depth and series.",
         caption=material.caption(lead, [one for _, one in named]),
-        facts=material.facts,
         panels=tuple(panels),
         series=material.labels,
         table=estimate_table(

@@ -1,6 +1,7 @@
 """The learning-rate optimum against depth, and what keeping one rate at every depth costs."""
 
-from jaxblock.sweeps.report.marks import FAINT, Bars, Figure, Intervals, Line, Mark, Panel
+from jaxblock.sweeps.report.answer import transfer_answer
+from jaxblock.sweeps.report.marks import FAINT, Bars, Figure, Gap, Intervals, Line, Mark, Panel
 from jaxblock.sweeps.report.material import Material, arm_name, estimate_table, listed, refusals, short
 from jaxblock.sweeps.report.scales import Axis
 from jaxblock.sweeps.statistics.estimate import Estimate, Refusal
@@ -51,9 +52,9 @@ def rate_figure(material: Material) -> Figure:
     return Figure(
         name="optimum_against_depth",
         title="Does the learning rate transfer over depth?",
+        answer=transfer_answer(material.findings),
         summary="Learning-rate optimum against depth with reference slopes, and the regret of keeping one rate.",
         caption=material.caption(lead, [one for _, one in [*named, *costs]]),
-        facts=material.facts,
         panels=tuple(panel for panel in (optima, regret) if panel.marks),
         series=material.labels,
         table=estimate_table(
@@ -71,7 +72,12 @@ def rate_figure(material: Material) -> Figure:
             ],
         ),
         shared="x",
-        legend={"interval": "95 % interval", "dotted": "reference slope"},
+        legend={"interval": "95 % interval", "dotted": "reference slope"}
+        | (
+            {"refused": "refused"}
+            if any(isinstance(mark, Gap) for mark in [*optima.marks, *regret.marks])
+            else {}
+        ),
         refusals=refusals(
             [*named, *costs, *((f"{label}, slope", one) for label, one in slopes if isinstance(one, Refusal))]
         ),

@@ -31,7 +31,8 @@ def stream_figure(material: Material) -> Figure:
     named = _named(material, moments)
     lead = (
         "First panel: root mean square of the residual stream after the last block over that before the first one. "
-        "Other panels: the stream along the blocks, of the best seed at each arm's best rate (n = 1 seed per line). "
+        "Other panels: the stream along the blocks, of the best seed at each arm's best rate (n = 1 seed per line). A line ends "
+        "at the depth of its arm. "
         f"Exponent of the growth in depth: {_exponents(powers)}."
     )
     return Figure(
@@ -39,7 +40,6 @@ def stream_figure(material: Material) -> Figure:
         title="Growth of the residual stream",
         summary="Size of the residual stream against depth, and along the blocks, at the start and after training.",
         caption=material.caption(lead, [one for _, one in named]),
-        facts=material.facts,
         panels=tuple(panel for panel in (growth, *profiles) if panel.marks),
         series=material.labels,
         table=_table(material, moments),
@@ -73,7 +73,6 @@ def gradient_figure(material: Material) -> Figure:
         title="Gradient norm against depth",
         summary="Global gradient norm against depth in blocks, at the first step and at the end of training.",
         caption=material.caption(lead, [one for _, one in named]),
-        facts=material.facts,
         panels=(panel,) if panel.marks else (),
         series=material.labels,
         table=_table(material, moments),
