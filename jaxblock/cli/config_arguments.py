@@ -7,7 +7,8 @@ from typing import Annotated, Any, TypedDict, TypeVar
 
 import tyro
 
-from jaxblock.cli.arguments import check_arguments
+from jaxblock.cli.arguments import check_arguments, refuse_flag
+from jaxblock.contracts import nearest
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.config_file import build_config, check_path, fields, parse_override, read_config_file
 
@@ -35,7 +36,13 @@ def parse_with_config(
       ValueError: an unknown flag, one without its value, a word too many.
     """
     flags = [*known, *(field.path for field in fields())]
-    check_arguments(arguments, flags, positionals=1, refuse=lambda flag: check_path(flag, "flag"))
+
+    def refuse(flag: str) -> None:
+        if nearest(flag, known):
+            refuse_flag(flag, known)
+        check_path(flag, "flag")
+
+    check_arguments(arguments, flags, positionals=1, refuse=refuse)
     parsed = tyro.cli(
         _with_sections(command), prog=f"jaxblock {name}", description=description, args=list(arguments)
     )

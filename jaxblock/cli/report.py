@@ -19,7 +19,7 @@ class ReportCommand:
     """Write the report of a sweep, finished or not."""
 
     sweep: Annotated[str, tyro.conf.Positional]
-    """The sweep's folder. report.html, results.csv, columns.csv, verdicts.json, tables/ and figures/ are written into it."""
+    """The sweep's folder, into which report.html, results.csv, columns.csv, verdicts.json, tables/ and figures/ go."""
     json: Flag = False
     """Print one line of JSON: the page's path and what verdicts.json holds."""
 

@@ -2,11 +2,13 @@
 
 import csv
 import dataclasses
+import datetime
 import functools
 import io
 import json
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,12 +17,25 @@ import numpy as np
 import pytest
 
 from jaxblock.sweeps.analysis import analyse
+from jaxblock.sweeps.findings.records import STATUSES
 from jaxblock.sweeps.report import files as files_module
 from jaxblock.sweeps.report import write_report
+from jaxblock.sweeps.report.columns import describe
+from jaxblock.sweeps.report.figures.losses import loss_figure
+from jaxblock.sweeps.report.marks import Line, Points
+from jaxblock.sweeps.report.material import Material
 from jaxblock.sweeps.results import Result, Sweep
-from jaxblock.sweeps.statistics.estimate import Refusal
+from jaxblock.sweeps.statistics.estimate import RULES, Refusal
 from tests.sweeps.test_report_sweep import RATES, SCRIPT, synthetic_sweep
 
+LEADS = ("Which series is better", "Does the learning rate transfer over depth", "Loss against depth")
+WORDS = (
+    *("series", "against", "reason", "sentence", "note", "refused", "refusal", "interval", "phrase"),
+    *("law", "law_start", "law_end", "parameter", "run", "time_utc"),
+)
+"""Columns of tables that hold words, which may have digits in them."""
+SETTINGS = ("plan", "fixed", "environment", "conventions")
+"""Tables of settings: their values are of any kind."""
 EMPTY_ELEMENTS = ("meta", "br", "col", "img")
 
 
@@ -91,6 +106,10 @@ def rows_of(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
 
 
+def header_of(path: Path) -> list[str]:
+    return next(csv.reader(io.StringIO(path.read_text(encoding="utf-8"))))
+
+
 def test_the_page_names_the_diverging_rate_the_arm_without_memory_and_the_killed_worker(page: Page) -> None:
     words = page.words()
     assert "the loss ended at 8.0000, and a uniform guess has 5.5452" in words
@@ -104,6 +123,7 @@ def test_the_page_names_the_diverging_rate_the_arm_without_memory_and_the_killed
 def test_the_top_says_what_was_found_what_is_refused_and_what_would_change_it(page: Page) -> None:
     top, findings = page.words(within="header"), analyse(synthetic_sweep())
     assert all(verdict.sentence in top for verdict in findings.verdicts)
+    assert all(f"{meaning}" in top for meaning in STATUSES.values())
     assert "1 of 210 runs are not done yet" in top
     box = page.words(within="main")
     assert all(question.sentence in box for question in findings.open_questions)
@@ -117,10 +137,15 @@ def test_a_refused_optimum_has_no_value_in_any_table_and_an_accepted_one_has(fol
     assert {(row["series"], row["depth_blocks"]) for row in refused} >= {(optima[-1]["series"], "32")}
     for path in (folder / "tables").glob("*.csv"):
         for row in rows_of(path):
-            if row.get("refused"):
-                assert not any(
-                    row.get(name) for name in ("value", "low", "high", "n", "optimum", "optimum_low")
+            for column in (name for name in row if name.endswith("refused") and row[name]):
+                assert row[column] in RULES, (path.name, column)
+                assert row[column.removesuffix("refused") + "refusal"]
+                base = column.removesuffix("refused").rstrip("_")
+                parts = ("", "_low", "_high", "_n") if base else ()
+                emptied = [base + part for part in parts] + (
+                    [] if base else ["value", "low", "high", "n", "optimum"]
                 )
+                assert not any(row.get(name) for name in emptied), (path.name, column)
     assert all(row["value"] for row in optima if not row["refused"])
     assert len(refused) < len(optima)
 
@@ -132,7 +157,8 @@ def refused_numbers() -> Iterator[float]:
         for arm in series.arms:
             means = [(np.log2(row.rate), np.mean(row.losses)) for row in arm.rates if row.losses]
             if len(means) > 2:
-                bend, slope, _ = np.polyfit(*np.transpose(means), 2)
+                u, loss = np.asarray(means).T
+                bend, slope, _ = np.polyfit(u, loss, 2)
                 optima[arm.depth] = 2 ** (-slope / (2 * bend))
                 if isinstance(arm.basin, Refusal):
                     yield optima[arm.depth]
@@ -169,12 +195,8 @@ def test_every_figure_has_a_caption_with_its_numbers_and_its_data(folder: Path, 
             r"n = \d",
             r"interval",
             r"Of 210 runs, failed",
-            "300 steps = 614,400 tokens",
-            "blocks L",
         ):
             assert re.search(pattern, caption), (pattern, caption)
-        for pattern in ("non-embedding, 98,368 to 1,572,928", "convention causal"):
-            assert pattern in caption
     links = [found["href"] for found in page.attributes("a")]
     assert all(f"tables/{path.stem}.csv" in links for path in (folder / "figures").glob("*.png"))
 
@@ -241,11 +263,93 @@ def test_results_csv_has_a_row_for_every_run_and_a_column_for_every_scalar(folde
 
 
 def test_verdicts_json_holds_the_verdicts(folder: Path) -> None:
-    found = json.loads((folder / "verdicts.json").read_text(encoding="utf-8"))
-    verdicts = analyse(synthetic_sweep()).verdicts
+    record = json.loads((folder / "verdicts.json").read_text(encoding="utf-8"))
+    assert list(record) == ["sweep", "plan", "finished", "runs", "time", "verdicts"]
+    assert record["sweep"] == synthetic_sweep().name
+    assert record["plan"]["data"] == {"batch": 16, "note": SCRIPT}
+    assert (record["finished"], record["runs"]) == (False, {"planned": 210, "done": 209})
+    assert datetime.datetime.fromisoformat(record["time"]).utcoffset() == datetime.timedelta(0)
+    found, verdicts = record["verdicts"], analyse(synthetic_sweep()).verdicts
     assert [one["id"] for one in found] == [one.id for one in verdicts]
     assert all(not one["numbers"] and one["rule"] for one in found if one["status"] == "refused")
-    assert {one["status"] for one in found} <= {"pass", "warn", "fail", "refused"}
+    assert {one["status"] for one in found} <= set(STATUSES)
+
+
+def test_the_page_calls_a_verdict_what_verdicts_json_calls_it(page: Page, folder: Path) -> None:
+    record = json.loads((folder / "verdicts.json").read_text(encoding="utf-8"))
+    classes = [found.get("class") or "" for found in page.attributes("span")]
+    words = [found for found in classes if found.startswith("word ")]
+    legend, listed = words[: len(STATUSES)], words[len(STATUSES) :]
+    assert legend == [f"word {status}" for status in STATUSES]
+    assert Counter(listed) == Counter(f"word {one['status']}" for one in record["verdicts"])
+    spoken = [data for path, data in page.text if path.endswith("li span") and data in STATUSES]
+    assert spoken == [word.removeprefix("word ") for word in words]
+
+
+def test_every_column_of_every_csv_file_has_its_unit_and_meaning(folder: Path) -> None:
+    described = {(row["file"], row["column"]): row for row in rows_of(folder / "columns.csv")}
+    written = {
+        (path.relative_to(folder).as_posix(), column)
+        for path in folder.rglob("*.csv")
+        if path.name != "columns.csv"
+        for column in header_of(path)
+    }
+    assert written == set(described)
+    assert all(row["meaning"] for row in described.values())
+    for column in ("step_s", "program_bytes"):
+        assert "whole" in described["results.csv", column]["meaning"]
+        assert "divide by lanes" in described["results.csv", column]["meaning"]
+    with pytest.raises(KeyError):
+        describe("a_column_nobody_described")
+
+
+def test_a_cell_of_a_table_is_one_number_or_words_under_a_plain_name(folder: Path) -> None:
+    """A number with its interval, or a list of numbers, would not parse."""
+    tables = [path for path in (folder / "tables").glob("*.csv") if path.stem not in SETTINGS]
+    for path in tables:
+        assert all(re.fullmatch(r"[a-z][a-z0-9_]*", column) for column in header_of(path)), path.name
+        for row in rows_of(path):
+            for name, cell in row.items():
+                if not name.endswith(WORDS) and re.search(r"\d", cell):
+                    assert re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", cell), (path.name, name, cell)
+    assert len(tables) > 10
+
+
+def test_the_page_opens_with_ranking_then_transfer_then_loss_and_not_with_counts(page: Page) -> None:
+    top, findings = page.words(within="header"), analyse(synthetic_sweep())
+    places = [top.index(words) for words in LEADS]
+    assert places == sorted(places)
+    opening = top[: top.index("What is refused")]
+    headline = next(one for one in findings.verdicts if one.headline == 0)
+    assert headline.sentence.lower() in opening.lower()
+    for count in ("divergence/", "time/", "bytes/", "runs"):
+        for one in findings.verdicts:
+            assert not (one.id.startswith(count) and one.sentence in opening), one.id
+
+
+def test_what_every_axis_shares_is_said_once(source: str) -> None:
+    for words in (
+        "Horizon: 300 steps = 614,400 tokens.",
+        "non-embedding, 98,368 to 1,572,928",
+        "convention causal:",
+        "On every axis",
+    ):
+        assert source.count(words) == 1, words
+    assert source.index("On every axis") < source.index("<figure")
+
+
+def test_the_small_signs_of_the_first_figure_are_measured_losses(folder: Path) -> None:
+    sweep = synthetic_sweep()
+    material = Material(sweep, analyse(sweep))
+    (panel,) = loss_figure(material).panels
+    drawn = {loss for mark in panel.marks if isinstance(mark, Points) for _, loss in mark.at}
+    assert drawn == {loss for _, _, arm in material.arms for loss in arm.best_losses.values()}
+    assert drawn <= {run.val_loss for run in sweep.results}
+    fixed = [mark for mark in panel.marks if isinstance(mark, Line) and mark.faint]
+    places = {place for mark in panel.marks if isinstance(mark, Points) for place, _ in mark.at}
+    assert fixed
+    assert {mark.style for mark in fixed} == {"dotted"}
+    assert {place for line in fixed for place, _ in line.at} <= places
 
 
 def test_figures_are_png_files_of_a_readable_size(folder: Path) -> None:
@@ -258,7 +362,7 @@ def test_figures_are_png_files_of_a_readable_size(folder: Path) -> None:
 
 
 def test_a_sweep_without_a_finished_run_has_a_report_with_the_same_files(folder: Path) -> None:
-    files = files_module.report_files(unfinished_sweep())
+    files = files_module.report_files(unfinished_sweep(), "2026-01-02T03:04:05+00:00")
     page = Page(files["report.html"].decode())
     assert set(files) == {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert not page.errors
@@ -272,7 +376,7 @@ def test_a_report_that_fails_leaves_the_old_one_whole(
 ) -> None:
     def written(text: bytes) -> None:
         content = {"tables/a.csv": text, "report.html": text}
-        monkeypatch.setattr(files_module, "report_files", lambda sweep: content)
+        monkeypatch.setattr(files_module, "report_files", lambda sweep, time: content)
         write_report(unfinished_sweep(), tmp_path)
 
     written(b"old")

@@ -12,6 +12,7 @@ from jaxblock.sweeps import report as report_package
 from jaxblock.sweeps.results import Sweep
 from tests.sweeps.test_report_sweep import synthetic_sweep
 
+RECORD = {"sweep": "depth", "plan": {}, "finished": True, "runs": {"planned": 1, "done": 1}, "time": "2026"}
 VERDICTS = [
     {"id": "a", "status": "pass", "sentence": "it holds", "numbers": {"slope": 0.0}, "rule": ""},
     {"id": "b", "status": "refused", "sentence": "it needs 5 depths", "numbers": {}, "rule": "few_depths"},
@@ -23,7 +24,7 @@ def sweep_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a sweep whose report is written by a stand-in: `test_report` covers the real one."""
 
     def write(sweep: Sweep, folder: Path) -> Path:
-        (folder / "verdicts.json").write_text(json.dumps(VERDICTS), encoding="utf-8")
+        (folder / "verdicts.json").write_text(json.dumps({**RECORD, "verdicts": VERDICTS}), encoding="utf-8")
         (folder / "report.html").write_text(sweep.name, encoding="utf-8")
         return folder / "report.html"
 
@@ -44,7 +45,11 @@ def test_json_is_one_line_with_the_path_and_the_verdicts(
 ) -> None:
     assert report(["--json", str(sweep_folder)])() == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert json.loads(line) == {"report": str(sweep_folder / "report.html"), "verdicts": VERDICTS}
+    assert json.loads(line) == {
+        "report": str(sweep_folder / "report.html"),
+        **RECORD,
+        "verdicts": VERDICTS,
+    }
 
 
 def test_nothing_is_written_before_the_arguments_are_known_to_be_good(sweep_folder: Path) -> None:

@@ -1,13 +1,16 @@
 """Parts of the report: axes that hold what is drawn, signs that differ, text that is never markup."""
 
+import itertools
 import math
+import re
 from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxblock.sweeps.report.layout import panel_limits, pieces
+from jaxblock.sweeps.report.figures.curves import running_mean, window_of
+from jaxblock.sweeps.report.layout import LABEL_HEIGHT, line_labels, panel_limits, pieces
 from jaxblock.sweeps.report.marks import (
     Crosses,
     Figure,
@@ -24,7 +27,8 @@ from jaxblock.sweeps.report.markup import Markup, identifier, tag
 from jaxblock.sweeps.report.material import refusals
 from jaxblock.sweeps.report.palette import NIGHT, PAPER, SERIES_DARK, SERIES_LIGHT, SIGNS
 from jaxblock.sweeps.report.scales import SCALES, Axis, limits, number
-from jaxblock.sweeps.report.svg import draw_legend, draw_panels, sign
+from jaxblock.sweeps.report.sheets import Sheet, statistic, value
+from jaxblock.sweeps.report.svg import LABEL, draw_legend, draw_panels, sign
 from jaxblock.sweeps.report.tables import flatten, to_csv
 from jaxblock.sweeps.statistics.estimate import Estimate, Refusal
 
@@ -37,7 +41,6 @@ def figure_of(*panels: Panel, shared: str = "", series: tuple[str, ...] = ("a", 
         title="Title",
         summary="what it shows",
         caption="n = 3",
-        facts="",
         panels=panels,
         series=series,
         table=Table(columns=("x",), rows=()),
@@ -145,15 +148,21 @@ def test_text_and_signs_stand_out_in_light_and_dark(theme: dict[str, str], serie
 def test_refusals_are_words_and_failures_are_crosses_in_the_drawing() -> None:
     marks = (
         Line(at=((1.0, 1.0), (2.0, 2.0)), color=0),
-        Gap(at=1.5, color=1, word="refused: <edge>", title="why & how"),
+        Gap(at=1.5, depth=16, color=1, word="refused: <edge>", title="why & how"),
+        Gap(at=1.9, depth=32, color=1, word="refused: <edge>", title="why & how"),
         Crosses(at=(1.0, 2.0), color=1, titles=("seed 0", "seed 1")),
         Note(sentence="b: refused", color=1),
     )
     (drawn,) = draw_panels(figure_of(panel_of(*marks)))
     assert drawn.count('class="cross"') == 2
-    assert "refused: &lt;edge&gt;" in drawn
+    assert drawn.count('class="void"') == 2
+    assert "L = 16, 32 refused: &lt;edge&gt;" in drawn
     assert "why &amp; how" in drawn
     assert "b: refused" in drawn
+    notes = [int(down) for down in re.findall(r'y="(\d+)" class="note"', drawn)]
+    axis = int(re.findall(r'y="(\d+)" class="axis-label"', drawn)[0])
+    assert len(notes) == 2
+    assert max(notes) < axis, "words above the panel, never among its points"
     (without,) = draw_panels(figure_of(panel_of(marks[0])))
     assert 'class="cross"' not in without
 
@@ -164,6 +173,56 @@ def test_the_legend_has_the_series_that_are_drawn_and_no_other() -> None:
     assert "right" in legend
     assert "left" not in legend
     assert draw_legend(figure_of(panel_of(Points(at=(), color=1)))) is None
+
+
+def test_labels_of_lines_do_not_overlap_and_have_room_on_the_right() -> None:
+    lines = [Line(at=((0.0, 0.0), (1.0, 1.0 + 1e-3 * i)), color=0, label=f"L={i}") for i in range(3)]
+    panel = panel_of(*lines, Points(at=((0.0, 0.0), (1.0, 3.0)), color=0))
+    ((x, y),) = panel_limits(figure_of(panel))
+    heights = [up for _, up, _ in line_labels(panel, x, y)]
+    assert len(heights) == 3
+    assert all(high - low >= LABEL_HEIGHT - 1e-9 for low, high in itertools.pairwise(heights))
+    (drawn,) = draw_panels(figure_of(panel))
+    right = max(float(end) for end in re.findall(r'L([\d.]+) [\d.]+" class="grid"', drawn))
+    width = float(re.findall(r'viewBox="0 0 (\d+)', drawn)[0])
+    assert width - right == LABEL
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.floats(0.0, 10.0), min_size=1, max_size=60))
+def test_a_running_mean_keeps_a_constant_and_a_straight_line(losses: list[float]) -> None:
+    found = running_mean(list(enumerate(losses)))
+    assert [(step, loss) for step, loss, _ in found] == list(enumerate(losses))
+    assert all(min(losses) - 1e-9 <= mean <= max(losses) + 1e-9 for _, _, mean in found)
+    straight = [(i, 3.0 + 0.5 * i) for i in range(len(losses))]
+    half = window_of(len(losses)) // 2
+    assert all(
+        mean == pytest.approx(loss) for _, loss, mean in running_mean(straight)[half : len(losses) - half]
+    )
+    level = [(i, 3.0) for i in range(len(losses))]
+    assert all(mean == pytest.approx(3.0) for _, _, mean in running_mean(level))
+    assert window_of(len(losses)) % 2 == 1
+
+
+def test_a_running_mean_takes_noise_away() -> None:
+    noisy = [(i, float(i % 2)) for i in range(200)]
+    middle = [mean for _, _, mean in running_mean(noisy)]
+    assert max(middle) - min(middle) < 0.1
+
+
+def test_a_cell_has_one_face_for_the_page_and_one_for_the_file() -> None:
+    fine = Estimate(value=1.0, low=0.5, high=2.0, n=3, interval="95 % t")
+    few = Refusal(rule="few_seeds", sentence="run more seeds")
+    columns = (value("series", "series"), statistic("loss", "the loss"))
+    sheet = Sheet(heading="h", columns=columns, rows=(("a", fine), ("b", few)))
+    assert sheet.page().rows == (("a", "1 [0.5, 2]"), ("b", "refused: too few seeds"))
+    names = ("loss", "loss_low", "loss_high", "loss_n", "loss_interval", "loss_refused", "loss_refusal")
+    assert sheet.file().columns == ("series", *names)
+    empty = (None,) * 5
+    assert sheet.file().rows == (
+        ("a", 1.0, 0.5, 2.0, 3, "95 % t", None, None),
+        ("b", *empty, "few_seeds", "run more seeds"),
+    )
 
 
 class Reader(HTMLParser):

@@ -1,6 +1,6 @@
 """The top of the page: what was found, how sure it is, what is refused, and what would change it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jaxblock.sweeps.findings.records import STATUSES, Findings, Verdict
 from jaxblock.sweeps.report.markup import Child, Markup, join, tag
@@ -35,22 +35,13 @@ def ranking_answer(findings: Findings) -> str:
     """Return which series are shown to differ, or that none is and which difference is nearest to it."""
     if len(findings.series) < 2:
         return "The sweep has one series, so there is nothing to rank."
-    summary = [_sentence(one) for one in findings.verdicts if one.headline == 0]
-    ranked = _topic(findings, "ranking", but=0)
-    shown = [one for one in ranked if one.status in ("pass", "fail")]
-    if shown:
-        return " ".join([*summary, f"Shown, {len(shown)} of {len(ranked)} comparisons:", _first(shown)])
-    tested = [one for one in ranked if one.status != "refused"]
-    if tested:
-        nearest = min(tested, key=lambda one: (one.numbers.get("p_holm", 1.0), -_reach(one)))
-        none = f"No difference between the series is resolved in any of {len(ranked)} comparisons."
-        return " ".join([*(summary or [none]), f"Nearest: {_sentence(nearest)}"])
-    return " ".join(summary or ["No comparison can be made.", _first(ranked)]).strip()
+    found = [_sentence(one) for one in findings.verdicts if one.headline == 0]
+    return " ".join(found) or "No series shares a depth with the reference, so none is ranked."
 
 
 def transfer_answer(findings: Findings) -> str:
     """Return whether the optimum moves with depth, and what keeping one rate costs."""
-    words = [_judged(findings, "learning_rate_transfer")]
+    words = [moved(findings)]
     costs = [one for one in _topic(findings, "regret") if one.status != "refused"]
     dear = [one for one in costs if one.status == "fail"]
     if dear:
@@ -59,6 +50,11 @@ def transfer_answer(findings: Findings) -> str:
         most = max(costs, key=lambda one: one.numbers.get("regret_high", 0.0))
         words.append(f"No cost of keeping one rate is resolved; the largest it may be: {_sentence(most)}")
     return " ".join(words)
+
+
+def moved(findings: Findings) -> str:
+    """Return whether the optimum moves with depth, without what that costs."""
+    return _judged(findings, "learning_rate_transfer")
 
 
 def loss_answer(findings: Findings) -> str:
@@ -144,9 +140,8 @@ def verdict_record(material: Material, time: str) -> dict[str, object]:
     }
 
 
-def _topic(findings: Findings, topic: str, but: int = -1) -> list[Verdict]:
-    """Return the verdicts of a topic, but for those of one headline."""
-    return [one for one in findings.verdicts if one.id.partition("/")[0] == topic and one.headline != but]
+def _topic(findings: Findings, topic: str) -> list[Verdict]:
+    return [one for one in findings.verdicts if one.id.partition("/")[0] == topic]
 
 
 def _judged(findings: Findings, topic: str) -> str:
@@ -156,19 +151,21 @@ def _judged(findings: Findings, topic: str) -> str:
     words.append(_first([one for one in found if one.status == "warn"]))
     refused = [one for one in found if one.status == "refused"]
     if refused:
-        about = _about(one.id.partition("/")[2] for one in refused)
-        reasons = dict.fromkeys(one.refusal.sentence if one.refusal else RULES[one.rule] for one in refused)
+        reasons: dict[str, list[str]] = {}
+        for one in refused:
+            why = one.refusal.sentence if one.refusal else RULES[one.rule]
+            reasons.setdefault(why, []).append(one.series)
+        about = [f"{_about(labels)}: {why}" for why, labels in reasons.items()]
         names = {
             "learning_rate_transfer": "How the optimum moves with depth",
             "loss_law": "The law of the loss",
         }
-        words.append(f"{names[topic]} is refused for {about}: {listed(list(reasons), MOST)}.")
+        words.append(f"{names[topic]} is refused for {listed(about, MOST)}.")
     return " ".join(word for word in words if word)
 
 
-def _about(labels: Iterable[str]) -> str:
-    found = list(labels)
-    return f"all of {len(found)} series" if len(found) > MOST else " and ".join(found)
+def _about(labels: Sequence[str]) -> str:
+    return f"{len(labels)} series" if len(labels) > MOST else " and ".join(labels)
 
 
 def _first(verdicts: Sequence[Verdict]) -> str:
@@ -182,12 +179,6 @@ def _sentence(verdict: Verdict) -> str:
     words = verdict.sentence
     start = words[:1].upper() if words.split(" ", 1)[0].isalpha() else words[:1]
     return f"{start}{words[1:].removesuffix('.')}."
-
-
-def _reach(verdict: Verdict) -> float:
-    """Return how far a difference is on the way to what could be detected."""
-    found = verdict.numbers
-    return abs(found.get("difference", 0.0)) / (found.get("detectable") or 1.0)
 
 
 def _word(status: str) -> Markup:

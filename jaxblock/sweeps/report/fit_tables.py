@@ -27,8 +27,8 @@ DIAGNOSIS_NOTES = (
     ("Stream law", "how the residual stream grows along the blocks; \"ahead by\" is the lead in AICc over the second "
      "best law, and 2 or more is asked for."),
     ("Still falling", "slope of the training loss over the last tenth of the steps: below 0, longer training helps."),
-    ("Evaluation s.e.", "standard error of one run's loss because the validation set is finite; seeds share that set, "
-     "so most of it cancels in paired differences."),
+    ("Evaluation s.e.", "standard error of one run's loss because the validation set is finite; all runs read the same "
+     "set, so it cancels partly in paired differences; by how much is not measured."),
 )  # fmt: skip
 
 

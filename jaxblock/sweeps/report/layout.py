@@ -23,6 +23,8 @@ MOST_NOTES = 6
 """Most lines above a panel."""
 LABEL_WIDTH, LABEL_HEIGHT = 0.14, 0.07
 """Room of a line's label, as shares of the panel."""
+MARGIN = 0.88
+"""A line that ends farther right has its label in the margin."""
 
 
 def panel_limits(figure: Figure) -> list[tuple[Limits, Limits]]:
@@ -92,7 +94,10 @@ def has_strip(panel: Panel) -> bool:
 
 
 def line_labels(panel: Panel, x: Limits, y: Limits) -> list[tuple[float, float, Line]]:
-    """Return where the labels of lines stand on the unit square, moved apart upwards where they would overlap."""
+    """Return where the labels of lines stand on the unit square: beside their ends, moved apart where they overlap.
+
+    One whose line ends amid the panel stands above the end: beside it, other lines go on.
+    """
     found: list[tuple[float, float, Line]] = []
     lines = [mark for mark in panel.marks if isinstance(mark, Line) and mark.label and mark.at]
     ends = [(unit_place(line.at[-1], x, y), line) for line in lines]
@@ -100,6 +105,9 @@ def line_labels(panel: Panel, x: Limits, y: Limits) -> list[tuple[float, float, 
         ((where, line) for where, line in ends if where is not None), key=lambda one: one[0][1]
     ):
         across, up = where
+        if across < MARGIN:
+            up += LABEL_HEIGHT
+            across -= LABEL_WIDTH / 3
         for left, height, _ in found:
             if abs(left - across) < LABEL_WIDTH and up < height + LABEL_HEIGHT:
                 up = height + LABEL_HEIGHT

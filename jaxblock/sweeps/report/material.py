@@ -223,6 +223,8 @@ REASONS: Mapping[str, str] = {
     "no_values": "no value",
     "not_convex": "no basin in the losses",
     "vertex_unbounded": "optimum without bounds",
+    "lack_of_fit": "parabola misses the losses",
+    "failed_there": "runs fail at that rate",
     "diverged_at_minimum": "too many failures",
 }
 """Rule -> a few words, where its name is not plain enough."""

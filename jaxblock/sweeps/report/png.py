@@ -28,7 +28,6 @@ from jaxblock.sweeps.report.marks import (
     Intervals,
     Line,
     Mark,
-    Note,
     Panel,
     Points,
 )

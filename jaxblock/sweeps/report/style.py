@@ -41,10 +41,12 @@ a:focus-visible, summary:focus-visible, .scroll:focus-visible { outline: 2px sol
 .answer { font-size: 1.12rem; margin: 0 0 16px; }
 .answer strong { display: block; font-size: 0.82rem; color: var(--quiet); text-transform: uppercase;
   letter-spacing: 0.05em; }
-.statuses { margin: 22px 0 0; padding: 0; list-style: none; color: var(--quiet); font-size: 0.9rem; display: grid; gap: 2px; }
+.statuses { margin: 22px 0 0; padding: 0; list-style: none; color: var(--quiet); font-size: 0.9rem; display: grid;
+  gap: 2px; }
 .statuses li { display: grid; grid-template-columns: 5.6rem 1fr; gap: 12px; align-items: baseline; }
 .short-answer { font-size: 1.02rem; margin: 0 0 8px; max-width: 100ch; }
-.notes { color: var(--quiet); font-size: 0.88rem; margin: 4px 0 8px; padding-left: 20px; } .notes li { max-width: 100ch; }
+.notes { color: var(--quiet); font-size: 0.88rem; margin: 4px 0 8px; padding-left: 20px; }
+.notes li { max-width: 100ch; }
 .verdicts { list-style: none; padding: 0; margin: 20px 0 0; display: grid; gap: 8px; }
 .verdicts li { display: grid; grid-template-columns: 5.6rem 1fr; gap: 12px; align-items: baseline; max-width: 92ch; }
 .word { font-size: 0.72rem; font-weight: 700; text-transform: uppercase; letter-spacing: 0.05em; text-align: center;

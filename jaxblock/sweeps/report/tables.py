@@ -102,7 +102,7 @@ def size_sheet(material: Material) -> Sheet:
         *values(("series", "series"), ("depth_blocks", "blocks L"), ("sublayers", "sublayers S")),
         value("width", "width"),
         *(value(f"parameters_{key}", f"N {key}".replace("_", " ")) for key in parameters),
-        *(value(f"flops_{key}", f"FLOPs {key}".replace("_", " ")) for key in flops),
+        *(value(f"flops_{key.lower()}", f"FLOPs {key}".replace("_", " ")) for key in flops),
         *(span("lanes", "lanes"), value("step_s_per_run", "s / step / run")),
         Column(
             files=("bytes_per_run",),
@@ -219,22 +219,22 @@ def mapping_sheet(heading: str, found: Mapping[str, Any]) -> Sheet:
     return Sheet(heading=heading, columns=values(("setting", "setting"), ("value", "value")), rows=rows)
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested mappings as one: {"a": {"b": 1}} -> {"a.b": 1}."""
     found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flatten(value, f"{prefix}{name}.")
+    for name, one in nested.items():
+        if isinstance(one, Mapping):
+            found |= flatten(one, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
+            found[f"{prefix}{name}"] = one
     return found
 
 
-def plain(value: Any) -> Any:
+def plain(one: Any) -> Any:
     """Return a scalar as it is and anything else as JSON."""
-    if value is None or isinstance(value, str | int | float):
-        return value
-    return json.dumps(list(value) if isinstance(value, tuple) else value, default=str)
+    if one is None or isinstance(one, str | int | float):
+        return one
+    return json.dumps(list(one) if isinstance(one, tuple) else one, default=str)
 
 
 def to_csv(table: Table) -> str:
@@ -254,5 +254,5 @@ def _keys(mappings: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for mapping in mappings for key in mapping))
 
 
-def _entry(values: Mapping[str, Any], key: str) -> Any:
-    return plain(values[key]) if key in values else None
+def _entry(found: Mapping[str, Any], key: str) -> Any:
+    return plain(found[key]) if key in found else None

@@ -74,8 +74,8 @@ def _caption(material: Material) -> str:
     span = f"{windows[0]} to {windows[-1]}" if windows and windows[0] < windows[-1] else str([*windows, 0][0])
     lead = (
         "Training loss at the best measured rate of each arm, of the seeds with the lowest and the highest validation "
-        f"loss. Strong lines: centred running mean over {span} recorded steps (at most 200 are recorded, fewer are "
-        "averaged near the ends). Faint: the single batches of the best seed. n = 1 seed per line, so there is no "
+        f"loss. Strong lines: centred running mean over {span} recorded steps (at most 200 are recorded, as few as "
+        "half of them at the ends). Faint: the single batches of the best seed. n = 1 seed per line, so there is no "
         f"interval. The first {CUT:.0%} of the steps are in the table and not drawn."
     )
     return f"{lead} Of {len(material.sweep.results):,} runs, {material.left_out}."
@@ -87,11 +87,10 @@ def window_of(count: int) -> int:
 
 
 def running_mean(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float, float]]:
-    """Return (step, loss, mean of the losses around it); near an end the window is cut there and on the other side."""
+    """Return (step, loss, mean of the losses around it); at an end the window is cut, but keeps half its losses."""
     half, found = window_of(len(losses)) // 2, []
     for i, (step, loss) in enumerate(losses):
-        reach = min(half, i, len(losses) - 1 - i)
-        near = [value for _, value in losses[i - reach : i + reach + 1]]
+        near = [value for _, value in losses[max(0, i - half) : i + half + 1]]
         found.append((step, loss, sum(near) / len(near)))
     return found
 

@@ -21,7 +21,7 @@ LOSS = "validation loss, nats per target"
 ASIDE = -0.1
 """How far left of its arm's place what was measured stands."""
 FIXED = (
-    "Pale and dotted: the mean measured at one rate kept at all depths, the grid's best one of the shallowest tuned arm; "
+    "Pale and dotted: the mean measured at one rate kept at all depths, the grid's best of the shallowest tuned arm; "
     "where it is also the best of another depth, it goes through the middle of the seeds there"
 )
 

@@ -1,6 +1,6 @@
 """The learning-rate optimum against depth, and what keeping one rate at every depth costs."""
 
-from jaxblock.sweeps.report.answer import transfer_answer
+from jaxblock.sweeps.report.answer import moved
 from jaxblock.sweeps.report.marks import FAINT, Bars, Figure, Gap, Intervals, Line, Mark, Panel
 from jaxblock.sweeps.report.material import Material, arm_name, estimate_table, listed, refusals, short
 from jaxblock.sweeps.report.scales import Axis
@@ -52,7 +52,7 @@ def rate_figure(material: Material) -> Figure:
     return Figure(
         name="optimum_against_depth",
         title="Does the learning rate transfer over depth?",
-        answer=transfer_answer(material.findings),
+        answer=moved(material.findings),
         summary="Learning-rate optimum against depth with reference slopes, and the regret of keeping one rate.",
         caption=material.caption(lead, [one for _, one in [*named, *costs]]),
         panels=tuple(panel for panel in (optima, regret) if panel.marks),

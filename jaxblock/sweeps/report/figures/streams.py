@@ -31,8 +31,8 @@ def stream_figure(material: Material) -> Figure:
     named = _named(material, moments)
     lead = (
         "First panel: root mean square of the residual stream after the last block over that before the first one. "
-        "Other panels: the stream along the blocks, of the best seed at each arm's best rate (n = 1 seed per line). A line ends "
-        "at the depth of its arm. "
+        "Other panels: the stream along the blocks, of the best seed at each arm's best rate (n = 1 seed per line). "
+        "A line ends at the depth of its arm. "
         f"Exponent of the growth in depth: {_exponents(powers)}."
     )
     return Figure(
