@@ -27,7 +27,14 @@ def values(steps: int, rates: int, seeds: int) -> dict:
         "sweep": {"name": "lanes", "extend": 0},
         "axes": {"optimizer.learning_rate": RATES[:rates], "run.seed": list(range(seeds))},
         "run": {"steps": steps},
-        "model": {"vocab_size": 256, "context": 64, "depth": 4, "width": 64, "heads": 4, "initialization": "plain"},
+        "model": {
+            "vocab_size": 256,
+            "context": 64,
+            "depth": 4,
+            "width": 64,
+            "heads": 4,
+            "initialization": "plain",
+        },
         "data": {"batch": 8, "validation_tokens": 4096},
     }
 
@@ -43,7 +50,9 @@ def as_lanes(plan: dict) -> float:
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         subprocess.run(
-            [sys.executable, "-c", program, json.dumps(plan), f"{folder}/store"], check=True, capture_output=True
+            [sys.executable, "-c", program, json.dumps(plan), f"{folder}/store"],
+            check=True,
+            capture_output=True,
         )
         return time.perf_counter() - begin
 

@@ -90,6 +90,8 @@ def products_per_second(width: int) -> float:
 
 def page(prepared: "Prepared", rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as a table, with their sums and what they rest on."""
+    from jaxblock.sweeps.findings.plan_warnings import warnings_of
+
     sweep = prepared.plan.sweep
     names = list(rows[0]["axes"]) if rows else []
     head = [*names, "runs", "done", "lanes", "parameters", "TFLOP/run", "memory", "time"]
@@ -120,6 +122,7 @@ def page(prepared: "Prepared", rows: Sequence[Mapping[str, Any]]) -> str:
         [
             f"{sweep.name}: {len(prepared.runs)} runs in {len(rows)} programs{total}; nothing was written",
             axes,
+            *(f"note: {sentence}" for sentence in warnings_of(prepared.plan.axes)),
             "",
             *lines,
             "",

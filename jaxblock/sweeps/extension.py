@@ -26,8 +26,9 @@ def wider_runs(plan: Plan, results: Sequence[Result]) -> list[Wider]:
     """Return one more learning rate, with every seed, for each arm whose basin asks for it.
 
     Left or right of the grid by the grid's own last ratio; between the last rate that holds and the first that fails,
-    by that ratio too, but at most half-way. At most `sweep.extend` rates an arm, however often a sweep is started. An
-    arm whose runs are not all there, or that has one rate, is left as it is.
+    by that ratio too, but at most half-way; beside the best rate, half-way, where no parabola fits. At most
+    `sweep.extend` rates an arm, however often a sweep is started. An arm whose runs are not all there, or that has one
+    rate, is left as it is.
     """
     arms: dict[str, list[Result]] = {}
     for result in results:
@@ -64,7 +65,16 @@ def _next_rate(runs: Sequence[Result]) -> float | None:
         return _rounded(rates[-1] * rates[-1] / rates[-2])
     if refusal.side == "between" or (refusal.rule == "few_rates" and grid.wall.any()):
         return _below_the_wall(grid)
-    return None
+    return _beside_the_best(grid) if refusal.side == "finer" else None
+
+
+def _beside_the_best(grid: Grid) -> float | None:
+    """Return a rate half-way between the best one and the better of its neighbours."""
+    usable = np.flatnonzero(grid.usable)
+    place = int(np.flatnonzero(usable == grid.best)[0])
+    neighbours = usable[[place - 1, place + 1]] if 0 < place < len(usable) - 1 else usable[[place - 1]]
+    better = min(neighbours, key=lambda index: grid.effects[index])
+    return _rounded(math.sqrt(float(grid.rates_R[grid.best] * grid.rates_R[better])))
 
 
 def _below_the_wall(grid: Grid) -> float | None:
@@ -98,8 +108,7 @@ def _wider(plan: Plan, runs: Sequence[Result], rate: float) -> Wider:
         new.append(Run(axes, plan.config(axes)))
         check_run(new[-1])
     arm = ", ".join(_words(runs[0].axes))
-    where = f"the best learning rate of {arm or 'the only arm'} lies at the edge of its grid"
-    sentence = f"{where}: {rate:g} is measured too"
+    sentence = f"the learning rates of {arm or 'the only arm'} show no optimum yet: {rate:g} is measured too"
     return Wider(tuple(new), sentence)
 
 

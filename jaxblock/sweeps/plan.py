@@ -180,8 +180,8 @@ def build_plan(values: Mapping[str, Any]) -> Plan:
         other = seen.setdefault(_canonical(run.config), run)
         if other is not run:
             differing = [path for path in axes if run.axes[path] != other.axes[path]] or list(axes)
-            values = " and ".join(repr(one.axes[path]) for path in differing[:1] for one in (other, run))
-            raise ValueError(f"axis {differing[0]!r} has {values}, which are the same; once is enough")
+            both = " and ".join(repr(one.axes[differing[0]]) for one in (other, run))
+            raise ValueError(f"axis {differing[0]!r} has {both}, which are the same; once is enough")
     return plan
 
 

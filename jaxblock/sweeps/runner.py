@@ -7,15 +7,16 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tomli_w
 
 from jaxblock.sweeps.crew import Crew, SweepError
 from jaxblock.sweeps.environment import describe_environment
 from jaxblock.sweeps.extension import widened_again, wider_runs
+from jaxblock.sweeps.findings.plan_warnings import warnings_of
 from jaxblock.sweeps.identity import code_fingerprint, hash_of, program_key, run_id
 from jaxblock.sweeps.plan import Plan, Run, read_plan
 from jaxblock.sweeps.progress import SweepProgress
@@ -98,7 +99,7 @@ def _run(
     _drop_foreign(store, plan)
     if retry:
         store.forget(RETRIED)
-    _tell_beginning(store, plan, progress)
+    _tell_beginning(store, plan, prepared.plan.axes, progress)
     while interrupts.signal is None:
         store.add_programs(_groups(prepared, store, plan))
         _work(prepared, store, progress, interrupts)
@@ -116,7 +117,9 @@ def _write_plan(plan: Plan, path: Path) -> None:
     replace_text(path, tomli_w.dumps(plan.values()))
 
 
-def _tell_beginning(store: Store, plan: int, progress: SweepProgress) -> None:
+def _tell_beginning(
+    store: Store, plan: int, axes: Mapping[str, Sequence[Any]], progress: SweepProgress
+) -> None:
     """Take up what a killed sweep left, and say what there is to do."""
     continued = store.reopen()
     runs = [run for program in continued for run in program.runs]
@@ -127,6 +130,8 @@ def _tell_beginning(store: Store, plan: int, progress: SweepProgress) -> None:
     planned, results = store.planned(plan), store.results()
     done = sum(run[0] in results for run in planned)
     progress.say(f"{len(planned)} runs, {done} of them done; results in {store.folder}")
+    for sentence in warnings_of(axes):
+        progress.say(f"note: {sentence}")
 
 
 def _drop_foreign(store: Store, plan: int) -> None:

@@ -196,6 +196,7 @@ def test_a_difference_below_what_can_be_detected_is_not_resolvable():
     for one in found.contrasts:
         if isinstance(one.difference, Estimate):
             assert abs(one.difference.value) < one.detectable
+            assert not one.difference.excludes(0.0)
             assert verdict(found, f"ranking/{one.series}/depth={one.depth}").status == "warn"
 
 
@@ -223,7 +224,7 @@ def test_every_failure_is_named_and_counted(damaged):
     words = verdict(damaged, "runs").sentence
     assert all(outcome in words for outcome in failures.counts)
     topics = {one.topic for one in damaged.open_questions}
-    assert topics == {"fixed", "horizon", "seeds", "rates", "refused", "runs", "start"}
+    assert topics == {"fixed", "horizon", "seeds", "rates", "misfit", "refused", "runs", "start"}
 
 
 def test_failures_lie_where_they_happened(damaged):

@@ -1,5 +1,7 @@
 """A grid is widened where its lowest loss lies at the edge, on that side, by its own ratio, with every seed."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -107,3 +109,16 @@ def test_a_later_plan_keeps_the_wider_grid_of_the_arms_it_has(made, tmp_path):
     ]
     other = plan(tmp_path, axes={"optimizer.learning_rate": RATES, "optimizer.warmup": [0.0, 0.1]})
     assert widened_again(other, widened) == []
+
+
+def test_where_no_parabola_fits_the_grid_becomes_finer(tmp_path):
+    """A kink at the best rate, 3e-3 nats of noise: half-way to the better neighbour."""
+    rates = [1e-3, 4e-3, 1.6e-2, 6.4e-2]
+    axes = {"optimizer.learning_rate": rates, "run.seed": [0, 1, 2]}
+    made = plan(tmp_path, sweep={"extend": 1}, axes=axes)
+    kinked = [
+        dataclasses.replace(one, val_loss=one.val_loss - (0.25 if one.learning_rate == 1.6e-2 else 0.0))
+        for one in results(made, best=8e-3)
+    ]
+    added = wider_runs(made, kinked)
+    assert [wider.runs[0].config.optimizer.learning_rate for wider in added] == [pytest.approx(8e-3)]

@@ -172,3 +172,55 @@ def test_students_interval_covers_the_mean():
     draw = np.random.default_rng(17)
     hits = sum(not mean_interval(draw.normal(1.0, 0.3, 3)).excludes(1.0) for _ in range(DRAWS))
     assert hits >= LEAST
+
+
+def test_the_interval_for_several_comparisons_leaves_0_out_exactly_where_p_times_their_number_is_below_5_percent():
+    draw = np.random.default_rng(19)
+    excluded, plain = 0, 0
+    for misfit in (0.0, 0.01, 0.04):
+        for _ in range(40):
+            first_S, second_S = draw.normal(0.06, 0.02, 4), draw.normal(0.0, 0.02, 4)
+            found = paired_difference(first_S, second_S, comparisons=6, misfit=misfit)
+            assert isinstance(found, Paired)
+            assert found.difference.excludes(0.0) == (6 * found.p < 0.05)
+            assert found.detectable > found.difference.high - found.difference.value
+            excluded += found.difference.excludes(0.0)
+            plain += not paired_difference(first_S, second_S).difference.excludes(0.0)
+    assert 10 < excluded < 120 - plain  # both sides of the equivalence occur, and adjusting costs something
+    assert "Bonferroni for 6 comparisons" in found.difference.interval
+    assert "widened by the misfits" in found.difference.interval
+
+
+def test_a_misfit_widens_a_difference_by_itself_and_a_larger_one_than_the_difference_leaves_nothing():
+    first_S, second_S = np.array([1.00, 1.02, 1.01, 1.03]), np.array([0.90, 0.93, 0.90, 0.92])
+    plain, widened = paired_difference(first_S, second_S), paired_difference(first_S, second_S, misfit=0.03)
+    assert isinstance(plain, Paired)
+    assert isinstance(widened, Paired)
+    assert widened.difference.low == pytest.approx(plain.difference.low - 0.03)
+    assert widened.detectable == pytest.approx(plain.detectable + 0.03)
+    assert plain.p < widened.p
+    assert paired_difference(first_S, second_S, misfit=0.2).p == 1.0
+    with pytest.raises(ValueError, match="misfit >= 0"):
+        paired_difference(first_S, second_S, misfit=-0.1)
+
+
+def test_intervals_of_several_comparisons_hold_at_once_and_single_ones_do_not():
+    d_DCS = np.random.default_rng(23).normal(0, 0.01, (DRAWS, 5, 4))
+    missed = {1: 0, 5: 0}
+    for comparisons in missed:
+        t = stats.t.isf(0.025 / comparisons, 3)
+        bounds_DC = t * d_DCS.std(axis=2, ddof=1) / 2
+        missed[comparisons] = int((np.abs(d_DCS.mean(axis=2)) > bounds_DC).any(axis=1).sum())
+        found = paired_difference(d_DCS[0, 0], np.zeros(4), comparisons=comparisons)
+        assert isinstance(found, Paired)
+        assert found.difference.high - found.difference.value == pytest.approx(bounds_DC[0, 0])
+    assert missed[5] <= DRAWS - LEAST < missed[1]
+
+
+def test_widening_by_nothing_changes_nothing_and_by_something_says_so():
+    one = Estimate(value=1.0, low=0.5, high=1.5, n=3, interval="95 % t")
+    assert one.widened(0.0, "the misfit") is one
+    wider = one.widened(0.25, "the misfit")
+    assert (wider.low, wider.high, wider.interval) == (0.25, 1.75, "95 % t, widened by the misfit")
+    with pytest.raises(ValueError, match="0 or more"):
+        one.widened(-0.1, "the misfit")

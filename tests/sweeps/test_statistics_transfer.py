@@ -211,3 +211,27 @@ def test_the_largest_stable_rate_lies_below_the_first_where_half_fail():
     assert (refused.rule, refused.side) == ("no_failure", "right")
     failing = stable_rate(Grid(rates_R=RATES, losses_RS=np.full((9, 4), np.nan)))
     assert (failing.rule, failing.side) == ("all_failed", "left")
+
+
+def test_a_regret_and_a_sensitivity_are_widened_by_the_misfit_and_a_regret_at_the_own_optimum_is_0():
+    grid = arm(4.3, noise=0.004, draw=np.random.default_rng(6))
+    basin = fit_basin(grid)
+    assert isinstance(basin, Basin)
+    assert basin.misfit > 0
+    plain = dataclasses.replace(basin, misfit=0.0)
+    rate = estimate(1e-3 * 2**5.5)
+    for wide, narrow in (
+        (regret(grid, basin, rate), regret(grid, plain, rate)),
+        (sensitivity(grid, basin, first_loss=9.0), sensitivity(grid, plain, first_loss=9.0)),
+    ):
+        assert isinstance(wide, Estimate)
+        assert isinstance(narrow, Estimate)
+        assert (wide.low, wide.high) == pytest.approx((narrow.low - basin.misfit, narrow.high + basin.misfit))
+        assert "misfit" in wide.interval
+        assert "misfit" not in narrow.interval
+    own = regret(grid, basin, basin.optimum)
+    assert isinstance(own, Estimate)
+    assert (own.value, own.low, own.high) == (0.0, 0.0, 0.0)
+    beside = regret(grid, basin, estimate(1.0001 * basin.optimum.value))
+    assert isinstance(beside, Estimate)
+    assert beside.high > basin.misfit  # control: only the optimum itself is free of it

@@ -28,9 +28,9 @@ def conventions_of(sweep: Sweep, losses: Losses) -> dict[str, str]:
         "failed": "diverged and non_finite count as failed; out_of_memory, killed, error, missing count for nothing",
         "intervals": "95 %: t over seeds (under 5 values: small n), Clopper-Pearson for fractions, Fieller for the "
         "learning-rate optimum, profile for L = E + A N^-p",
-        "misfit": "largest distance in nats of the fitted parabola from the mean over seeds of a measured rate; intervals "
-        "of losses read from a parabola are longer by it on both sides, those of differences by both sides' misfits",
-        "tests": "two-sided paired t of a difference beyond the misfits, Holm over every contrast; intervals of contrasts "
+        "misfit": "largest distance in nats of the fitted parabola from a measured mean over seeds; intervals of "
+        "losses read from a parabola are longer by it on both sides, those of differences by both sides' misfits",
+        "tests": "two-sided paired t of a difference beyond the misfits, Holm over every contrast; their intervals "
         "hold for all of them at once (Bonferroni); detectable: 80 % power at that level, plus the misfits",
         "exponents": "power laws by one slope per seed, t over seeds",
     }

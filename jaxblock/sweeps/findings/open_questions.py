@@ -124,8 +124,8 @@ def evaluation(series: Sequence[Series], contrasts: Sequence[Contrast]) -> Itera
         yield Question(
             topic="evaluation",
             sentence=f"more validation batches: the standard error of one run's validation loss is up to {error:.2g} "
-            f"nats ({where}), and the largest difference is {max(differences):.2g}; every run reads the same batches, so "
-            "the error cancels partly in a difference, but none of it says how far other batches would agree",
+            f"nats ({where}), and the largest difference is {max(differences):.2g}; runs read the same "
+            "batches, so it cancels partly in a difference, by how much is not measured",
         )
 
 

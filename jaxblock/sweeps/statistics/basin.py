@@ -90,8 +90,8 @@ def fit_basin(grid: Grid) -> Basin | Refusal:
     """Return the basin of a grid, or the first rule it breaks.
 
     Order: no usable rate, survivors best at a wall, minimum at an edge (`side` says where to extend), fewer than 4
-    usable rates, fewer than 3 seeds, no upward curvature, curvature within the noise, lack of fit (side "finer"), vertex
-    beyond the last rate.
+    usable rates, fewer than 3 seeds, no upward curvature, curvature within the noise, lack of fit (side "finer"),
+    vertex beyond the last rate.
     """
     refusal = unbracketed(grid)
     if refusal is not None:

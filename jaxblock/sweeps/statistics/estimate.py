@@ -19,8 +19,8 @@ RULES: Mapping[str, str] = {
     "diverged_at_minimum": "at most 20 % of the runs at the minimum may have failed",
     "not_convex": "the losses around the minimum must curve upwards",
     "vertex_unbounded": "the curvature must stand out of the noise, or the optimum has no bounded interval",
-    "lack_of_fit": "a parabola must not miss the measured means by more than a tenth of their range where the seeds show "
-    "that it does: a finer grid of learning rates has to be measured",
+    "lack_of_fit": "a parabola must not miss the measured means by more than a tenth of their range where the seeds "
+    "show that it does: a finer grid of learning rates has to be measured",
     "few_depths": "a law in depth needs at least 5 depths",
     "few_points": "a straight line with an interval needs at least 5 points",
     "few_layers": "a growth law needs a profile of at least 6 blocks",

@@ -61,7 +61,7 @@ def transfer_slope(basins: Mapping[int, Basin | Refusal]) -> Transfer | Refusal:
         without = f"; none at depth {', '.join(map(str, unfitted))}" if unfitted else ""
         return Refusal(
             rule="few_depths",
-            sentence=f"{len(fitted)} depths have an optimum, {LEAST_DEPTHS} needed{without}",
+            sentence=f"{len(fitted)} of {len(basins)} depths have an optimum, {LEAST_DEPTHS} needed{without}",
         )
     x_N = np.log2(np.array(list(fitted), np.float64))
     y_N = np.log2([basin.optimum.value for basin in fitted.values()])
@@ -140,7 +140,7 @@ def regret(grid: Grid, basin: Basin | Refusal, rate: Estimate | Refusal) -> Esti
 
 
 def sensitivity(grid: Grid, basin: Basin | Refusal, *, first_loss: float) -> Estimate | Refusal:
-    """Return the mean over the grid's rates of min(loss, first_loss) - L*, per seed: t over seeds, widened by the misfit.
+    """Return the mean over the grid's rates of min(loss, first_loss) - L*: t over seeds, widened by the misfit.
 
     A failed run counts as `first_loss`, as the definition says; a seed with an absent run is left out. It depends on
     the grid: compare only over the same rates.
