@@ -21,7 +21,7 @@ STATUSES: Mapping[str, str] = {
     "note": "a count or a fact of this grid of runs: it shows nothing beyond them",
     "warn": "not resolved, or true with a reservation that the sentence names",
     "fail": "shown by the data that it does not hold",
-    "refused": "a rule forbids the statement; `rule` says which",
+    "refused": "a rule forbids the statement; the sentence says which",
 }
 
 
