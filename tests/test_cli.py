@@ -108,7 +108,7 @@ SENTENCES: dict[str, tuple[list[str], str]] = {
 }  # fmt: skip
 
 OTHERS: dict[str, tuple[list[str], str]] = {
-    "unknown command": (["trian"], r"command is 'trian'; it must be one of count, .* \(did you mean 'train'\?\)"),
+    "unknown command": (["trian"], r"command is 'trian'; it must be one of check, count, .*'train'"),
     "sample without a run": (["sample"], r"RUN is missing"),
     "sample of nothing": (["sample", "nowhere", "--prompt", "x"], r"'nowhere' is not a run"),
     "sample of no run": (["sample", "there", "--prompt", "x"], r"'there' is not a run"),

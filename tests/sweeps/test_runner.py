@@ -1,5 +1,6 @@
 """A sweep from plan to results: what diverges, does not fit or is killed is named, and a kill changes nothing."""
 
+import html
 import multiprocessing
 import os
 import random
@@ -11,6 +12,7 @@ import pytest
 
 from jaxblock.sweeps.crew import SweepError
 from jaxblock.sweeps.reading import read_sweep
+from jaxblock.sweeps.report import write_report
 from jaxblock.sweeps.runner import prepare_sweep, run_sweep
 from jaxblock.sweeps.store import STATES, Store
 from tests.sweeps.small_sweeps import plan
@@ -81,6 +83,9 @@ def test_all_three_are_named(eventful):
     killed = next(event for event in sweep.events if event.kind == "worker_killed")
     assert "SIGKILL" in killed.sentence
     assert set(killed.runs) == {result.id for result in sweep.results if result.width == 8}
+    page = write_report(sweep, eventful[1]).read_text(encoding="utf-8")
+    for words in (killed.sentence, "not finite at step", "GiB and a worker has"):
+        assert html.escape(words) in page
 
 
 def test_a_failed_run_has_no_loss_and_an_ok_one_has_all_of_it(eventful):
