@@ -84,7 +84,9 @@ def kept_bytes(
         equation = made_by.get(var)
         if equation is None or equation.primitive.name != "scan":
             continue
-        if equation.outvars.index(var) >= equation.params["num_carry"]:
+        # What a step returns is carried as it is, or stacked along a new first axis.
+        of_step = equation.params["jaxpr"].out_avals[equation.outvars.index(var)]
+        if var.aval.shape != of_step.shape:
             blocks += tree_bytes(var.aval)
         elif var.aval.shape in rows:
             history += tree_bytes(var.aval)

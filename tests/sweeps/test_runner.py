@@ -29,8 +29,9 @@ def figures(folder):
 
 
 def kill_worker(folder, *, after_step):
-    """Kill the worker of the first program that has saved so many steps."""
-    while True:
+    """Kill the worker of the first program that has saved so many steps; give up after two minutes."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
         time.sleep(0.05)
         try:
             store = Store.open(folder)
