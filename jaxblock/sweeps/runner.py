@@ -4,10 +4,9 @@ Killed at any moment, the same call goes on; what has a result is not run again.
 """
 
 import contextlib
-import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from jaxblock.sweeps.schema import PlannedRun
 from jaxblock.sweeps.store import Store
 from jaxblock.sweeps.surveys import Survey, survey
 from jaxblock.training.config_file import build_config
-from jaxblock.training.files import replace_text
+from jaxblock.training.files import held, replace_text
 from jaxblock.training.interrupts import Interrupts
 
 POLL_SECONDS = 0.2
@@ -80,7 +79,7 @@ def run_sweep(prepared: Prepared, folder: Path, *, retry: bool = False) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (
-            _locked(folder),
+            held(folder, taken=SweepError(f"the sweep in {str(folder)!r} is being run by another process")),
             contextlib.closing(Store.create(folder)) as store,
             Interrupts() as interrupts,
             SweepProgress(store) as progress,
@@ -210,23 +209,3 @@ def _work(prepared: Prepared, store: Store, progress: SweepProgress, interrupts:
         while crew.is_at_work() and interrupts.signal is None:
             time.sleep(POLL_SECONDS)
             progress.update()
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the sweep for this process, where the system has file locks; a kill releases it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(held)
-        raise SweepError(f"the sweep in {str(folder)!r} is being run by another process") from error
-    try:
-        yield
-    finally:
-        os.close(held)

@@ -1,6 +1,8 @@
-"""Files that are never seen half-written."""
+"""Files that are never seen half-written, and folders that one process at a time holds."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -19,3 +21,27 @@ def replace_bytes(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+@contextlib.contextmanager
+def held(folder: Path, *, taken: Exception) -> Iterator[None]:
+    """Hold a folder for this process, where the system has file locks; a kill releases it.
+
+    Raises:
+      Exception: `taken`, where another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    lock = os.open(folder, os.O_RDONLY)  # the folder itself: the files in it may be replaced
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise taken from error
+    try:
+        yield
+    finally:
+        os.close(lock)

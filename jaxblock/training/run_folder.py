@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.config_file import build_config, differences, read_config_file, write_config
-from jaxblock.training.files import replace_text
+from jaxblock.training.files import held, replace_text
 
 CHANGEABLE = (
     "guard.non_finite",
@@ -144,21 +144,8 @@ class RunFolder:
         Raises:
           RunError: another process holds it.
         """
-        try:
-            import fcntl
-        except ImportError:  # Windows
+        with held(self.path, taken=RunError(f"{str(self.path)!r} is in use by another process")):
             yield
-            return
-        held = os.open(self.path, os.O_RDONLY)  # the folder itself: the files in it may be replaced
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(held)
-            raise RunError(f"{str(self.path)!r} is in use by another process") from error
-        try:
-            yield
-        finally:
-            os.close(held)
 
     def append_metrics(self, rows: list[dict[str, Any]]) -> None:
         """Append one line per row to metrics.jsonl."""
