@@ -63,7 +63,9 @@ class Job:
         limit = memory_limit(self.sweep)
         self._check_estimate(limit)
         begin = time.perf_counter()
-        needed = self.lanes.compiled_bytes(self.chunk)
+        # The last chunk may be a shorter one: compiled now, or its seconds would be taken for training.
+        lengths = {self.chunk, self.steps % self.chunk or self.chunk}
+        needed = max(self.lanes.compiled_bytes(steps) for steps in lengths)
         self.about |= {
             **describe_device(),
             "lanes": len(self.configs),
