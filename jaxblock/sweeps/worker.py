@@ -6,6 +6,7 @@ It is a process of its own, so that what kills it (memory above all) kills neith
 """
 
 import gc
+import math
 import os
 import sys
 import threading
@@ -27,7 +28,7 @@ from jaxblock.sweeps.store import STATES, Store
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.config_file import build_config
 from jaxblock.training.host_memory import keep_freed_memory
-from jaxblock.training.prepare import TASKS
+from jaxblock.training.prepare import TASKS, device_bytes
 from jaxblock.training.step import StepMetrics, TrainState
 from jaxblock.training.task import Task
 
@@ -214,13 +215,11 @@ def uniform_loss(task: Task, config: TrainConfig) -> float:
 
 
 def memory_limit(sweep: SweepConfig) -> float:
-    """Return the bytes one worker may use."""
+    """Return the bytes one worker may use; infinite where neither plan nor device says."""
     if sweep.memory_gib is not None:
         return sweep.memory_gib * 2**30 / sweep.workers
-    available = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    if available is None:  # a CPU has no limit of its own
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 0.8 * available / sweep.workers
+    available = device_bytes()
+    return math.inf if available is None else 0.8 * available / sweep.workers
 
 
 def work(folder: Path) -> None:

@@ -76,12 +76,17 @@ def init_state(task: Task, config: TrainConfig, key: Array) -> TrainState:
 def _check_memory(state: Any) -> None:
     """Raise ValueError if parameters and optimizer state alone are larger than the device's memory."""
     needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    statistics = jax.devices()[0].memory_stats() or {}
-    available = statistics.get("bytes_limit")
-    if available is None and hasattr(os, "sysconf"):  # a CPU has no limit of its own
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = device_bytes()
     if available is not None and needed > available:
         raise ValueError(
             f"parameters and optimizer state need {needed / 2**30:,.1f} GiB and the device has "
             f"{available / 2**30:,.1f} GiB; choose a smaller model.width, model.depth or model.vocab_size"
         )
+
+
+def device_bytes() -> int | None:
+    """Return the memory of the first device, of the machine for a CPU; None where it is not known."""
+    available = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    if available is None and hasattr(os, "sysconf"):  # a CPU has no limit of its own
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available
