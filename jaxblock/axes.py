@@ -33,7 +33,7 @@ class Label(NamedTuple):
     """Factor on the learning rate, decay included."""
 
 
-def _block(path: str, role: str, *axes: str) -> ParameterRule:
+def _block(path: str, role: str, *axes: str | None) -> ParameterRule:
     return ParameterRule(f"blocks/{path}", role, ("depth", *axes))
 
 
@@ -48,16 +48,39 @@ PARAMETERS: tuple[ParameterRule, ...] = (
     _block("attention/value/bias", "bias", "kv_heads", "head_dim"),
     _block("attention/output/kernel", "output", "heads", "head_dim", "width"),
     _block("attention/output/bias", "bias", "width"),
+    _block("attention/inner_norm/(scale|bias)", "norm", "width"),
+    # Factors of the first block's values and of its own.
+    _block("attention/value_mix", "connection", None),
+    # A token mixer of positions: an MLP [T, F], [F, T], or two convolutions [rows, columns, D, D].
+    _block("token_mixer/mlp_up/kernel", "up", "position", None),
+    _block("token_mixer/mlp_up/bias", "bias", None),
+    _block("token_mixer/mlp_down/kernel", "down", None, "position"),
+    _block("token_mixer/mlp_down/bias", "bias", "position"),
+    _block("token_mixer/convolution_in/kernel", "up", None, None, "width", None),
+    _block("token_mixer/convolution_in/bias", "bias", None),
+    _block("token_mixer/convolution_out/kernel", "down", None, None, None, "width"),
+    _block("token_mixer/convolution_out/bias", "bias", "width"),
+    _block("token_mixer/inner_norm/(scale|bias)", "norm", None),
     _block("feed_forward/gate/kernel", "gate", "width", "hidden"),
     _block("feed_forward/gate/bias", "bias", "hidden"),
     _block("feed_forward/up/kernel", "up", "width", "hidden"),
     _block("feed_forward/up/bias", "bias", "hidden"),
     _block("feed_forward/down/kernel", "down", "hidden", "width"),
     _block("feed_forward/down/bias", "bias", "width"),
-    _block(r"(attention_|feed_forward_)?connection/[a-z_]*norm[a-z_]*/(scale|bias)", "norm", "width"),
+    _block("feed_forward/inner_norm/(scale|bias)", "norm", "hidden"),
+    _block("experts/router/kernel", "router", "width", None),
+    _block("experts/gate/kernel", "gate", "experts", "width", "hidden"),
+    _block("experts/gate/bias", "bias", "experts", "hidden"),
+    _block("experts/up/kernel", "up", "experts", "width", "hidden"),
+    _block("experts/up/bias", "bias", "experts", "hidden"),
+    _block("experts/down/kernel", "down", "experts", "hidden", "width"),
+    _block("experts/down/bias", "bias", "experts", "width"),
+    _block(
+        r"(attention_|token_mixer_|feed_forward_)?connection/[a-z_]*norm[a-z_]*/(scale|bias)", "norm", "width"
+    ),
     # Whatever else a residual connection declares: mixing weights, gates, branch scales, nested norms.
     ParameterRule(
-        r"blocks/(attention_|feed_forward_)?connection/(?![a-z_]*norm[a-z_]*/(scale|bias)$).*",
+        r"blocks/(attention_|token_mixer_|feed_forward_)?connection/(?![a-z_]*norm[a-z_]*/(scale|bias)$).*",
         "connection",
         None,
     ),

@@ -1,14 +1,14 @@
-"""What a model is (`ModelConfig`), how it is run (`ExecutionConfig`), and the one-string choice "name(option=1)".
+"""What a model is (`ModelConfig`) and how it is run (`ExecutionConfig`).
 
 Both are frozen standard dataclasses, checked when they are made, so that a config that exists is valid.
 """
 
-import ast
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from jaxblock.contracts import check_choice, check_integer, check_number, nearest
+from jaxblock.choices import Choice, parse_choice, resolve
+from jaxblock.contracts import check_choice, check_integer, check_number
 
 DTYPES = ("float32", "bfloat16", "float16")
 NORMS = ("layer_norm", "rms_norm")
@@ -27,72 +27,27 @@ PARAMETRIZATIONS: Mapping[str, Mapping[str, Any]] = {
     "depth_mup": {"base_depth": int, "scale_epsilon": True},
     "complete_p": {"base_depth": int, "base_width": int, "alpha": 1.0, "scale_epsilon": True},
 }
+TOKEN_MIXERS: Mapping[str, Mapping[str, Any]] = {
+    "attention": {},
+    "mlp": {"hidden": int},
+    "convolution": {"size": 3, "rows": 1},
+}
+EXPERTS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "dropless": {"experts": int, "active": 2, "balance": 0.01},
+    "capacity": {"experts": int, "active": 2, "factor": 1.25, "balance": 0.01},
+}
+VALUE_RESIDUALS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "fixed": {"first": 0.5, "own": 0.5},
+    "learned": {"first": 0.5, "own": 0.5},
+}
+STOCHASTIC_DEPTHS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "linear": {"rate": float},
+    "constant": {"rate": float},
+}
 REMAT_POLICIES = ("none", "full", "dots", "branch_out")
-
-
-class Choice(NamedTuple):
-    """A parsed "name(option=1)"."""
-
-    name: str
-    options: dict[str, Any]
-
-
-def parse_choice(field: str, text: str) -> Choice:
-    """Parse `"name"` or `"name(option=1)"`; options are keyword literals, nothing is evaluated.
-
-    Raises:
-      ValueError: the text is not of that form.
-    """
-    wanted = f'{field} is {text!r}; it must read "name" or "name(option=1)" with literal options'
-    if not isinstance(text, str):
-        raise ValueError(wanted)
-    try:
-        node = ast.parse(text.strip(), mode="eval").body
-        if isinstance(node, ast.Name):
-            return Choice(node.id, {})
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
-            raise ValueError(wanted)
-        options = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(wanted) from error
-    if "None" in options or len(options) < len(node.keywords):
-        raise ValueError(wanted)  # f(**x) has a keyword without a name, f(x=1, x=2) one name twice
-    return Choice(node.func.id, options)
-
-
-def check_options(field: str, choice: Choice, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `defaults` overridden by the choice's options; a default that is a type has to be overridden.
-
-    Raises:
-      ValueError: an option the member does not have, of another type than its default, or left out without one.
-    """
-    for option, value in choice.options.items():
-        if option not in defaults:
-            known = ", ".join(defaults) or "none"
-            raise ValueError(
-                f"{field}: {choice.name!r} has no option {option!r}; its options: {known}{nearest(option, defaults)}"
-            )
-        default = defaults[option]
-        wanted = default if isinstance(default, type) else type(default)
-        fits = isinstance(value, wanted) or (wanted is float and isinstance(value, int))
-        if not fits or (isinstance(value, bool) and wanted is not bool):
-            raise ValueError(
-                f"{field}: option {option!r} of {choice.name!r} is {value!r}; it must be of type {wanted.__name__}"
-            )
-    found = {**defaults, **choice.options}
-    missing = [f"{option} ({kind.__name__})" for option, kind in found.items() if isinstance(kind, type)]
-    if missing:
-        raise ValueError(
-            f"{field}: {choice.name!r} must be given {' and '.join(missing)}; there is no default"
-        )
-    return found
-
-
-def resolve(field: str, text: str, members: Mapping[str, Mapping[str, Any]]) -> Choice:
-    """Parse a choice, check name and options against `members`, and fill in the defaults."""
-    choice = parse_choice(field, text)
-    check_choice(field, choice.name, members)
-    return Choice(choice.name, check_options(field, choice, members[choice.name]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,6 +88,16 @@ class ModelConfig:
     """serial: attention, then feed-forward; parallel: one sublayer whose branch is their sum."""
     window: tuple[int, ...] = ()
     """Sliding windows, in tokens, the token itself counted; repeated over the blocks; 0 = unlimited; () = none."""
+    token_mixer: str = "attention"
+    """What mixes positions: attention, mlp(hidden=32), an MLP over positions (arXiv 2105.01601), or
+    convolution(size=3, rows=1), two convolutions over positions, which stand in so many rows of a grid."""
+    value_residual: str = "none"
+    """Values of blocks after the first are mixed with the first one's, first * V_1 + own * V: none,
+    fixed(first=0.5, own=0.5), or learned(first=0.5, own=0.5), two numbers per block (arXiv 2410.17897)."""
+    experts: str = "none"
+    """none, or the feed-forward as a mixture of experts, each token sent to its `active` most probable:
+    dropless(experts=8, active=2, balance=0.01), or capacity(experts=8, active=2, factor=1.25, balance=0.01), where an
+    expert takes at most factor * active / experts of a sequence; balance weighs the load-balance loss."""
     soft_cap: float | None = None
     """Bound on attention scores, cap * tanh(score / cap). Left out: none."""
     head: str = "tied"
@@ -145,6 +110,9 @@ class ModelConfig:
     """Dropout rate of the feed-forward's hidden activations."""
     branch_dropout: float = 0.0
     """Dropout rate of each branch's output, before it is added."""
+    stochastic_depth: str = "none"
+    """Whole branches dropped, row by row: none, constant(rate=0.1), or linear(rate=0.1), a rate that rises from
+    rate / sublayers at the first sublayer to rate at the last (arXiv 1603.09382)."""
     initialization: str = "plain"
     """plain (1/sqrt(fan_in)), gpt2(std=0.02) with outputs divided by sqrt(2 depth), or zero_output."""
     parametrization: str = "standard"
@@ -209,6 +177,7 @@ class ModelConfig:
         if initialization.name == "gpt2":
             check_number("model.initialization: std", initialization.options["std"], above=0.0)
         self._check_parametrization()
+        self._check_branches()
         positions = resolve("model.positions", self.positions, POSITIONS)
         if positions.name == "rope":
             check_choice(
@@ -236,6 +205,50 @@ class ModelConfig:
                 f"model.parametrization is {self.parametrization!r} and model.initialization is "
                 f"{self.initialization!r}, which divides what is written to the stream by sqrt(2 depth) already: depth "
                 "would count twice; the initialization must be plain or zero_output"
+            )
+
+    def _check_branches(self) -> None:
+        mixer, experts = self.token_mixer_choice, self.experts_choice
+        for name in ("hidden", "size", "rows"):
+            if name in mixer.options:
+                check_integer(f"model.token_mixer: {name}", mixer.options[name], least=1)
+        if mixer.name == "convolution" and self.context % mixer.options["rows"]:
+            raise ValueError(
+                f"model.token_mixer: rows is {mixer.options['rows']} and model.context is {self.context}; rows must "
+                "divide context"
+            )
+        if mixer.name != "attention":
+            self._refuse_attention_options(mixer.name)
+        if "experts" in experts.options:
+            check_integer("model.experts: experts", experts.options["experts"], least=1)
+            most = experts.options["experts"]
+            check_integer("model.experts: active", experts.options["active"], least=1, most=most)
+            check_number("model.experts: balance", experts.options["balance"], least=0.0)
+        if "factor" in experts.options:
+            check_number("model.experts: factor", experts.options["factor"], above=0.0)
+        for weight, value in self.value_residual_choice.options.items():
+            check_number(f"model.value_residual: {weight}", value)
+        for value in self.stochastic_depth_choice.options.values():
+            check_number("model.stochastic_depth: rate", value, least=0.0, below=1.0)
+
+    def _refuse_attention_options(self, mixer: str) -> None:
+        """Raise ValueError for a setting of attention that another token mixer would not read."""
+        idle = {
+            "kv_heads": None,
+            "window": (),
+            "soft_cap": None,
+            "attention_dropout": 0.0,
+            "value_residual": "none",
+        }
+        for name, off in idle.items():
+            if getattr(self, name) != off:
+                raise ValueError(
+                    f"model.{name} is {getattr(self, name)!r} and model.token_mixer is {mixer!r}; only attention has it"
+                )
+        if self.position_choice.name in ("rope", "alibi"):
+            raise ValueError(
+                f"model.positions is {self.positions!r} and model.token_mixer is {mixer!r}; only attention reads them: "
+                "none, learned or sinusoidal"
             )
 
     @property
@@ -269,6 +282,26 @@ class ModelConfig:
     def sublayers(self) -> int:
         """S, number of times the stack writes to the stream."""
         return self.depth * (1 if self.wiring == "parallel" else 2)
+
+    @property
+    def token_mixer_choice(self) -> Choice:
+        """`token_mixer`, parsed, with its defaults filled in."""
+        return resolve("model.token_mixer", self.token_mixer, TOKEN_MIXERS)
+
+    @property
+    def value_residual_choice(self) -> Choice:
+        """`value_residual`, parsed, with its defaults filled in."""
+        return resolve("model.value_residual", self.value_residual, VALUE_RESIDUALS)
+
+    @property
+    def experts_choice(self) -> Choice:
+        """`experts`, parsed, with its defaults filled in."""
+        return resolve("model.experts", self.experts, EXPERTS)
+
+    @property
+    def stochastic_depth_choice(self) -> Choice:
+        """`stochastic_depth`, parsed, with its defaults filled in."""
+        return resolve("model.stochastic_depth", self.stochastic_depth, STOCHASTIC_DEPTHS)
 
     @property
     def position_choice(self) -> Choice:

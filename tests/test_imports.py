@@ -16,6 +16,7 @@ import jaxblock
 PACKAGE = Path(jaxblock.__file__).parent
 ORDER = (
     ("version", "types", "contracts", "axes"),
+    ("choices",),
     ("config",),
     ("functional",),
     ("modules",),

@@ -14,6 +14,8 @@ The causal half is T / 2 keys a query, the triangle's area, as published figures
 from typing import NamedTuple
 
 from jaxblock.accounting.depth_mixing import depth_mixing_flops
+from jaxblock.accounting.feed_forward import feed_forward_flops
+from jaxblock.accounting.token_mixing import projection_flops, score_flops
 from jaxblock.config import ModelConfig
 from jaxblock.contracts import check_integer
 
@@ -28,7 +30,7 @@ class FlopParts(NamedTuple):
     """Query, key, value and output of all blocks."""
     feed_forward: int
     """Up, gate where there is one, and down of all blocks."""
-    scores_full: int
+    scores_full: float
     """q k^T and weights v over every key of the sequence, hidden or not."""
     scores_causal: float
     """The same over the keys that causality and windows leave, a half where there is no window."""
@@ -57,15 +59,15 @@ def flop_parts(config: ModelConfig, length: int | None = None) -> FlopParts:
     """
     length = config.context if length is None else length
     check_integer("length", length, least=1)
-    width, kv_width = config.width, config.num_kv_heads * config.head_dim
-    kernels = 3 if config.gated else 2
     return FlopParts(
-        projections=2 * config.depth * (2 * width * width + 2 * width * kv_width),
-        feed_forward=2 * config.depth * kernels * width * config.num_hidden,
-        scores_full=4 * config.depth * width * length,
-        scores_causal=sum(4 * width * visible_keys(length, window) for window in block_windows(config)),
+        projections=projection_flops(config),
+        feed_forward=feed_forward_flops(config),
+        scores_full=config.depth * score_flops(config, length),
+        scores_causal=sum(
+            score_flops(config, visible_keys(length, window)) for window in block_windows(config)
+        ),
         depth_mixing=depth_mixing_flops(config),
-        head=2 * width * config.vocab_size,
+        head=2 * config.width * config.vocab_size,
     )
 
 

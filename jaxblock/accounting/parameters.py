@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxblock import axes
+from jaxblock.accounting.feed_forward import feed_forward_parameters
+from jaxblock.accounting.token_mixing import mixing_parameters
 from jaxblock.config import ModelConfig
 from jaxblock.models.decoder import Decoder
 from jaxblock.residual import Topology, topology
@@ -104,12 +106,8 @@ def pre_norm_parameters(config: ModelConfig) -> int:
 
 
 def branch_parameters(config: ModelConfig) -> int:
-    """Return the parameters of all attention and feed-forward branches, without norms and connections."""
-    width, hidden, kv_width = config.width, config.num_hidden, config.num_kv_heads * config.head_dim
-    inner = (2 if config.gated else 1) * hidden
-    kernels = 2 * width * width + 2 * width * kv_width + inner * width + hidden * width
-    biases = 2 * width + 2 * kv_width + inner + width
-    return config.depth * (kernels + (biases if config.bias else 0))
+    """Return the parameters of all branches, without norms and connections."""
+    return config.depth * (mixing_parameters(config) + feed_forward_parameters(config))
 
 
 def table_parameters(config: ModelConfig) -> int:

@@ -1,5 +1,10 @@
-"""Inverted dropout: y = x * keep / (1 - rate), keep ~ Bernoulli(1 - rate), so E[y] = x; arXiv 1207.0580."""
+"""Inverted dropout: y = x * keep / (1 - rate), keep ~ Bernoulli(1 - rate), so E[y] = x.
 
+Of entries (arXiv 1207.0580), or of whole rows, which as the branch of a residual connection is stochastic depth
+(arXiv 1603.09382).
+"""
+
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -21,3 +26,18 @@ def dropout(x: Array, rate: float, key: Array | None) -> Array:
         return jnp.zeros_like(x)
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def drop_rows(x: Array, rate: Array, key: Array | None) -> Array:
+    """Return x [B, ...] with each row dropped whole with probability `rate`, the others divided by 1 - rate.
+
+    Without a key the result is x itself. The rate is a float32 scalar in [0, 1), traced where blocks are scanned.
+    Raises AssertionError for a rate that is no floating scalar.
+    """
+    if key is None:
+        return x
+    chex.assert_rank(rate, 0)
+    chex.assert_type(rate, float)
+    keep_B = jax.random.bernoulli(key, 1.0 - rate, x.shape[:1])
+    keep = keep_B.reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(keep, x / (1.0 - rate).astype(x.dtype), jnp.zeros_like(x))

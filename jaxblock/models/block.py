@@ -1,13 +1,16 @@
-"""A block: attention and feed-forward, each written to the stream by a residual connection.
+"""A block: what mixes positions and what does not, each written to the stream by a residual connection.
 
 serial      x = connect(x, attention);  x = connect(x, feed_forward)
 parallel    x = connect(x, attention + feed_forward)
+
+In attention's place may stand another token mixer, in the feed-forward's a mixture of experts.
 
 Where the config's parametrization scales by depth, each branch is so many times attention or feed-forward.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -16,7 +19,16 @@ import jax.numpy as jnp
 
 from jaxblock.config import ExecutionConfig, ModelConfig
 from jaxblock.functional.parametrization import scaled
-from jaxblock.modules import Attention, AttentionInputs, Dropout, FeedForward, scaling
+from jaxblock.modules import (
+    Attention,
+    AttentionInputs,
+    Dropout,
+    DropRows,
+    Experts,
+    FeedForward,
+    TokenMixer,
+    scaling,
+)
 from jaxblock.modules.intermediates import record
 from jaxblock.residual import Topology, check_same_stream, residual
 from jaxblock.types import Array, Branch, Stream
@@ -31,6 +43,8 @@ class LayerInputs(NamedTuple):
     """Number of the block, from 0, int32; None where no connection asks for its place."""
     sublayer: Array | None = None
     """Number of the block's first sublayer, from 0, int32."""
+    drop_rates: Array | None = None
+    """Rate at which each of the block's branches is dropped whole, float32 [2]; None where none is."""
 
 
 def layer_inputs(config: ModelConfig) -> LayerInputs:
@@ -39,7 +53,21 @@ def layer_inputs(config: ModelConfig) -> LayerInputs:
     window = None
     if len({size or None for size in config.window}) > 1:
         window = jnp.resize(jnp.asarray(config.window, jnp.int32), (config.depth,))
-    return LayerInputs(window, block, block * (config.sublayers // config.depth))
+    return LayerInputs(window, block, block * (config.sublayers // config.depth), drop_rates(config))
+
+
+def drop_rates(config: ModelConfig) -> Array | None:
+    """Return the rates of stochastic depth, float32 [L, 2] (attention, feed-forward); None without it.
+
+    Linear: rate * s / S for sublayer s of S (arXiv 1603.09382, eq. 4); both branches of a parallel block are one.
+    """
+    name, options = config.stochastic_depth_choice
+    if name == "none":
+        return None
+    rates_S = jnp.full((config.sublayers,), options["rate"], jnp.float32)
+    if name == "linear":
+        rates_S = rates_S * jnp.arange(1, config.sublayers + 1) / config.sublayers
+    return jnp.broadcast_to(rates_S.reshape(config.depth, -1), (config.depth, 2))
 
 
 class Block(nn.Module):
@@ -60,21 +88,17 @@ class Block(nn.Module):
         config = self.config
         if layer.window is not None:
             inputs = inputs._replace(pattern=dataclasses.replace(inputs.pattern, window=layer.window))
-        gain = functools.partial(self.topology.gain, config)
-        attention = Attention(config, self.execution, gain, name="attention")
-        feed_forward = FeedForward(config, gain, name="feed_forward")
-
-        def attend(h: Array) -> Array:
-            return Dropout(config.branch_dropout, name="attention_dropout")(attention(h, inputs))
-
-        def feed(h: Array) -> Array:
-            return Dropout(config.branch_dropout, name="feed_forward_dropout")(feed_forward(h))
+        mix, mixing = self._token_mixing(inputs)
+        feed = self._feed_forward(inputs.pattern.key_valid_BT)
+        rates = (None, None) if layer.drop_rates is None else tuple(layer.drop_rates)
 
         self._record_stream("resid_pre", stream)
         if config.wiring == "parallel":
-            stream = self._connect(stream, "connection", "parallel", lambda h: attend(h) + feed(h))
+            both = self._dropped("parallel", lambda h: mix(h) + feed(h), rates[0])
+            stream = self._connect(stream, "connection", "parallel", both)
         else:
-            stream = self._connect(stream, "attention_connection", "attention", attend)
+            mix, feed = self._dropped(mixing, mix, rates[0]), self._dropped("feed_forward", feed, rates[1])
+            stream = self._connect(stream, f"{mixing}_connection", mixing, mix)
             self._record_stream("resid_mid", stream)
             stream = self._connect(stream, "feed_forward_connection", "feed_forward", feed)
         if self.topology.after_block is not None:
@@ -82,6 +106,41 @@ class Block(nn.Module):
             check_same_stream("after_block", before, stream)
         self._record_stream("resid_post", stream)
         return stream
+
+    def _token_mixing(self, inputs: AttentionInputs) -> tuple[Branch, str]:
+        """Return the branch that mixes positions, and its name."""
+        config, gain, inner_norm = self.config, self._gain, self.topology.inner_norm
+        if config.token_mixer_choice.name == "attention":
+            attention = Attention(config, self.execution, gain, inner_norm, name="attention")
+            return self._with_dropout("attention", lambda h: attention(h, inputs)), "attention"
+        mixer = TokenMixer(config, gain, inner_norm, name="token_mixer")
+        return self._with_dropout("token_mixer", lambda h: mixer(h, inputs.pattern)), "token_mixer"
+
+    def _feed_forward(self, valid_BT: Array | None) -> Branch:
+        """Return the branch that reads each position alone."""
+        config = self.config
+        if config.experts_choice.name == "none":
+            feed_forward = FeedForward(config, self._gain, self.topology.inner_norm, name="feed_forward")
+            return self._with_dropout("feed_forward", feed_forward)
+        if self.topology.inner_norm:
+            raise ValueError(
+                f"model.experts is {config.experts!r} and the residual connection is {self.topology.equation!r}, which "
+                'has a norm inside the feed-forward; with it experts must be "none"'
+            )
+        experts = Experts(config, self._gain, name="experts")
+        return self._with_dropout("feed_forward", lambda h: experts(h, valid_BT))
+
+    @property
+    def _gain(self) -> Callable[[str], float]:
+        return functools.partial(self.topology.gain, self.config)
+
+    def _with_dropout(self, name: str, branch: Branch) -> Branch:
+        """Return the branch with dropout of its output's entries."""
+        return lambda h: Dropout(self.config.branch_dropout, name=f"{name}_dropout")(branch(h))
+
+    def _dropped(self, name: str, branch: Branch, rate: Array | None) -> Branch:
+        """Return the branch with rows of its output dropped whole."""
+        return lambda h: DropRows(name=f"{name}_rows")(branch(h), rate)
 
     def _connect(self, stream: Stream, name: str, branch_name: str, branch: Branch) -> Stream:
         """Run one sublayer."""

@@ -16,7 +16,7 @@ from jaxblock.contracts import check_integer
 from jaxblock.models.block import LayerInputs
 from jaxblock.models.write_once import Step, holds_history, scan_group, scan_plain, scan_write_once
 from jaxblock.modules import AttentionInputs
-from jaxblock.modules.attention import CACHE
+from jaxblock.modules.attention import CACHE, VALUES, FirstValues
 from jaxblock.residual.combinator import check_same_stream
 from jaxblock.residual.contract import Groups
 from jaxblock.residual.place import COLLECTION as PLACE
@@ -42,6 +42,16 @@ class StackInputs(NamedTuple):
     """How blocks are grouped; None = each may add to a history."""
     cache: Any = None
     """The blocks' collection "cache", every leaf [L, ...]: scanned, and only read; None = no decoding."""
+    first_values: Array | None = None
+    """Zeros of the shape of attention's values, [B, T, G, K], where blocks read the first one's; else None."""
+
+
+class Carried(NamedTuple):
+    """What goes from block to block."""
+
+    stream: Stream
+    values: Array | None
+    """The first block's values of attention, once it has run; None where no block reads them."""
 
 
 def init_blocks(block: nn.Module, key: Array, stream: Stream, inputs: StackInputs, *, depth: int) -> Params:
@@ -87,14 +97,22 @@ def run_blocks(
     unroll = min(execution.scan_unroll, depth)
     keys = None if dropout_key is None else jax.random.split(dropout_key, depth)
 
-    def step(stream: Stream, scanned: tuple, closed: tuple) -> tuple[Stream, dict[str, Any]]:
+    def step(carried: Carried, scanned: tuple, closed: tuple) -> tuple[Carried, dict[str, Any]]:
         (layer_params, layer, key, ahead, cache), (attention, shared) = scanned, closed
+        if carried.values is not None:
+            attention = attention._replace(first=FirstValues(carried.values, layer.block > 0))
         variables = {"params": layer_params, PLACE: _place(layer, shared, ahead)}
         if cache is not None:
             variables[CACHE] = cache
         rngs = {} if key is None else {"dropout": key}
-        made = block.apply(variables, stream, attention, layer, rngs=rngs, mutable=list(collect))
-        return cast(tuple[Stream, dict[str, Any]], made)
+        mutable = list(collect) if carried.values is None else [*collect, VALUES]
+        made = block.apply(variables, carried.stream, attention, layer, rngs=rngs, mutable=mutable)
+        after, collected = cast(tuple[Stream, dict[str, Any]], made)
+        if carried.values is None:
+            return Carried(after, None), collected
+        own = collected[VALUES]["attention"]["own"]
+        values = jnp.where(layer.block > 0, carried.values, own)
+        return Carried(after, values), {name: x for name, x in collected.items() if name != VALUES}
 
     if execution.remat != "none":
         # A loop that stays a loop keeps forward and backward apart; only straight-line code could be merged again.
@@ -105,43 +123,48 @@ def run_blocks(
     scan = scan_write_once if write_once and not op_by_op else scan_plain
     scanned = (params, inputs.layers, keys, None, inputs.cache)
     closed = (inputs.attention, inputs.shared)
+    carried = Carried(stream, inputs.first_values)
     if inputs.groups is None:
-        return scan(step, stream, scanned, closed, unroll=unroll)
-    return _run_groups(scan, step, stream, scanned, closed, groups=inputs.groups, unroll=unroll)
+        carried, collected = scan(step, carried, scanned, closed, unroll=unroll)
+    else:
+        carried, collected = _run_groups(
+            scan, step, carried, scanned, closed, groups=inputs.groups, unroll=unroll
+        )
+    return carried.stream, collected
 
 
 def _run_groups(
     scan: Callable,
     step: Step,
-    stream: Stream,
+    carried: Carried,
     scanned: tuple,
     closed: tuple,
     *,
     groups: Groups,
     unroll: int,
-) -> tuple[Stream, dict[str, Any]]:
+) -> tuple[Carried, dict[str, Any]]:
     """Run whole groups by a scan of scans, then the ragged rest as one more group."""
     check_integer("Groups.blocks", groups.blocks, least=1)
     depth = jax.tree.leaves(scanned)[0].shape[0]
     whole = depth // groups.blocks * groups.blocks
 
-    def run_group(stream: Stream, scanned: tuple, closed: tuple) -> tuple[Stream, dict[str, Any]]:
+    def run_group(carried: Carried, scanned: tuple, closed: tuple) -> tuple[Carried, dict[str, Any]]:
         params, layers, keys, _, cache = scanned
-        told = (params, layers, keys, groups.before(stream, params), cache)
+        told = (params, layers, keys, groups.before(carried.stream, params), cache)
         size = jax.tree.leaves(params)[0].shape[0]
-        stream, outputs = scan_group(step, stream, told, closed, unroll=min(unroll, size))
-        after = groups.after(stream)
-        check_same_stream("Groups.after", stream, after)
-        return after, outputs
+        carried, outputs = scan_group(step, carried, told, closed, unroll=min(unroll, size))
+        after = groups.after(carried.stream)
+        check_same_stream("Groups.after", carried.stream, after)
+        return carried._replace(stream=after), outputs
 
     collected = []
     for first, last, size in ((0, whole, groups.blocks), (whole, depth, depth - whole)):
         if first == last:
             continue
         part = jax.tree.map(lambda x, a=first, b=last, n=size: x[a:b].reshape(-1, n, *x.shape[1:]), scanned)
-        stream, outputs = scan(run_group, stream, part, closed, unroll=max(1, unroll // size))
+        carried, outputs = scan(run_group, carried, part, closed, unroll=max(1, unroll // size))
         collected.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs))
-    return stream, jax.tree.map(lambda *parts: jnp.concatenate(parts), *collected)
+    return carried, jax.tree.map(lambda *parts: jnp.concatenate(parts), *collected)
 
 
 def _place(layer: LayerInputs, shared: Params, ahead: Any = None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from jaxblock.models.block import Block, layer_inputs
 from jaxblock.models.stack import StackInputs, init_blocks, run_blocks
 from jaxblock.modules import AttentionInputs, Embedding, Norm, PositionTable, scaling
 from jaxblock.modules.attention import WRITTEN
+from jaxblock.modules.experts import ROUTING
 from jaxblock.modules.intermediates import COLLECTION as INTERMEDIATES
 from jaxblock.modules.intermediates import record
 from jaxblock.residual import STREAM_AXES, Topology, check_depth_rules, topology
@@ -120,9 +121,11 @@ class Trunk(nn.Module):
         config, connections, shape = self.config, self.connections, x_BTD.shape
         shared = None if connections.shared is None else connections.shared(config, name="shared")()
         groups = None if connections.groups is None else connections.groups(config)
-        inputs = StackInputs(attention, layer_inputs(config), shared, groups, cached)
+        inputs = StackInputs(
+            attention, layer_inputs(config), shared, groups, cached, self._first_values(x_BTD)
+        )
         block = Block(config, self.execution, connections, parent=None)
-        collect = (INTERMEDIATES,) if self.is_mutable_collection(INTERMEDIATES) else ()
+        collect = tuple(name for name in (INTERMEDIATES, ROUTING) if self.is_mutable_collection(name))
         stream, collected = run_blocks(
             block,
             self.param("blocks", self._init_blocks, block, shared),
@@ -133,6 +136,8 @@ class Trunk(nn.Module):
             collect=collect if cached is None else (*collect, WRITTEN),
         )
         record(self, "blocks", collected.get(INTERMEDIATES, {}))
+        if self.is_mutable_collection(ROUTING):
+            self.put_variable(ROUTING, "blocks", collected.get(ROUTING, {}))
         if connections.close is not None:
             stream = connections.close(config, name="close")(stream, shared)
         if not isinstance(stream, jax.Array):
@@ -145,6 +150,13 @@ class Trunk(nn.Module):
         if connections.final_norm:
             stream = Norm(config, name="final_norm")(stream)
         return stream.astype(config.dtype), collected.get(WRITTEN, {})
+
+    def _first_values(self, x_BTD: Array) -> Array | None:
+        """Return zeros in the place of the first block's values, [B, T, G, K]; None where no block reads them."""
+        config = self.config
+        if config.value_residual_choice.name == "none":
+            return None
+        return jnp.zeros((*x_BTD.shape[:2], config.num_kv_heads, config.head_dim), config.dtype)
 
     def _pattern(
         self, *, valid_BT: Array | None = None, segments_BT: Array | None = None

@@ -16,14 +16,26 @@ from jaxblock.functional.attention import ScoreRule, attention
 from jaxblock.functional.dense import dense
 from jaxblock.functional.masks import AttentionPattern
 from jaxblock.functional.positions import alibi_slopes, apply_rotary
+from jaxblock.functional.value_residual import mix_values
 from jaxblock.modules.dropout import site_key
 from jaxblock.modules.kernel import Kernel, unit_gain
+from jaxblock.modules.norm import Norm
 from jaxblock.types import Array, Views
 
 CACHE = "cache"
 """The collection with this block's cached keys and values, [B, S, G, K]; decoding is on exactly where it is given."""
 WRITTEN = "written"
 """The collection to which attention then gives the new ones, [B, T, G, K]."""
+VALUES = "values"
+"""The collection to which attention gives its own values, [B, T, G, K], where the config has a value residual."""
+
+
+class FirstValues(NamedTuple):
+    """The first block's values, for the blocks after it."""
+
+    values_BTGK: Array
+    exist: Array
+    """Boolean scalar: False in the first block, whose own are not mixed."""
 
 
 class AttentionInputs(NamedTuple):
@@ -33,6 +45,8 @@ class AttentionInputs(NamedTuple):
     """Who may attend to whom; with a cache, keys are those of the cache, then the new ones."""
     angles: Array | None = None
     """Rotary angles, float32 [B or 1, T, K/2]; None without rotary positions."""
+    first: FirstValues | None = None
+    """The stack's first values; None where values are not mixed."""
 
 
 class Attention(nn.Module):
@@ -42,6 +56,8 @@ class Attention(nn.Module):
     execution: ExecutionConfig
     gain: Callable[[str], float] = unit_gain
     """Factor on a kernel's initial values, by role."""
+    inner_norm: bool = False
+    """Whether the heads' outputs, side by side, have a norm before the output kernel (Sub-LN, arXiv 2210.06423)."""
 
     @nn.compact
     def __call__(self, x: Array | Views, inputs: AttentionInputs) -> Array:
@@ -60,6 +76,7 @@ class Attention(nn.Module):
             convention = positions.options["convention"]
             q_BTHK = apply_rotary(q_BTHK, inputs.angles, convention=convention)
             k_BTGK = apply_rotary(k_BTGK, inputs.angles, convention=convention)
+        v_BTGK = self._mix_values(v_BTGK, inputs.first)
         cached = self.has_variable(CACHE, "keys")
         if cached:
             k_BTGK, v_BTGK = self._after_cached("keys", k_BTGK), self._after_cached("values", v_BTGK)
@@ -73,8 +90,24 @@ class Attention(nn.Module):
         y_BTHK = attention(
             q_BTHK, k_BTGK, v_BTGK, inputs.pattern, scores=scores, implementation=implementation
         )
+        if self.inner_norm:
+            flat = y_BTHK.reshape(*y_BTHK.shape[:2], -1)
+            y_BTHK = Norm(config, name="inner_norm")(flat).reshape(y_BTHK.shape)
         output = kernel("output", (heads, head_dim, width), axes=2, name="output")
         return dense(y_BTHK, *output(), axes=2)
+
+    def _mix_values(self, own_BTGK: Array, first: FirstValues | None) -> Array:
+        """Return first * V_1 + own * V, V_1 the first block's values and V this one's; V in the first block itself."""
+        name, weights = self.config.value_residual_choice
+        if name == "none":
+            return own_BTGK
+        if self.is_mutable_collection(VALUES):
+            self.put_variable(VALUES, "own", own_BTGK)
+        start = jnp.array([weights["first"], weights["own"]], jnp.dtype(self.config.param_dtype))
+        mix_2 = self.param("value_mix", lambda key: start) if name == "learned" else start
+        if first is None:
+            return own_BTGK
+        return mix_values(own_BTGK, first.values_BTGK, mix_2, exist=first.exist)
 
     def _after_cached(self, name: str, new_BTGK: Array) -> Array:
         """Hand the new keys (or values) out, and return those of the cache followed by them."""

@@ -2,7 +2,7 @@
 
 import flax.linen as nn
 
-from jaxblock.functional.dropout import dropout
+from jaxblock.functional.dropout import drop_rows, dropout
 from jaxblock.types import Array
 
 
@@ -15,6 +15,17 @@ class Dropout(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Return x with entries dropped, or x itself without a key or at rate 0."""
         return dropout(x, self.rate, site_key(self, self.rate))
+
+
+class DropRows(nn.Module):
+    """Drop whole rows of a branch's output at a rate that may be traced: stochastic depth."""
+
+    @nn.compact
+    def __call__(self, x: Array, rate: Array | None) -> Array:
+        """Return x with rows dropped, or x itself without a key or a rate."""
+        if rate is None or not self.has_rng("dropout"):
+            return x
+        return drop_rows(x, rate, self.make_rng("dropout"))
 
 
 def site_key(module: nn.Module, rate: float) -> Array | None:

@@ -14,6 +14,7 @@ from jaxblock.functional.feed_forward import (
 )
 from jaxblock.modules.dropout import Dropout
 from jaxblock.modules.kernel import Kernel, unit_gain
+from jaxblock.modules.norm import Norm
 from jaxblock.types import Array, Views
 
 
@@ -23,6 +24,8 @@ class FeedForward(nn.Module):
     config: ModelConfig
     gain: Callable[[str], float] = unit_gain
     """Factor on a kernel's initial values, by role."""
+    inner_norm: bool = False
+    """Whether the hidden activations have a norm before the down kernel (Sub-LN, arXiv 2210.06423)."""
 
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:
@@ -35,11 +38,13 @@ class FeedForward(nn.Module):
         config, kernel = self.config, functools.partial(Kernel, self.config, gain=self.gain)
         wide, narrow = (config.width, config.num_hidden), (config.num_hidden, config.width)
         dropout = Dropout(config.hidden_dropout, name="hidden_dropout")
+        norm = Norm(config, name="inner_norm") if self.inner_norm else lambda hidden: hidden
+        before_down = lambda hidden: dropout(norm(hidden))  # noqa: E731
         up, up_bias = kernel("up", wide, name="up")()
         down, down_bias = kernel("down", narrow, name="down")()
         if not config.gated:
             weights = FeedForwardWeights(up, down, up_bias, down_bias)
-            return feed_forward(x_BTD, weights, config.feed_forward, hidden_dropout=dropout)
+            return feed_forward(x_BTD, weights, config.feed_forward, hidden_dropout=before_down)
         gate, gate_bias = kernel("gate", wide, name="gate")()
         weights = GatedWeights(gate, up, down, gate_bias, up_bias, down_bias)
-        return gated_feed_forward(x_BTD, weights, config.feed_forward, hidden_dropout=dropout)
+        return gated_feed_forward(x_BTD, weights, config.feed_forward, hidden_dropout=before_down)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxblock.config import ModelConfig
 from jaxblock.modules import Norm
 from jaxblock.residual.contract import Topology
-from jaxblock.residual.depth_reader import DepthReader, ReaderOptions, has_keys, reader_topology
+from jaxblock.residual.depth_reader import DepthReader, ReaderOptions, has_keys, reader_topology, seen_sources
 from jaxblock.residual.history import History, open_history
 from jaxblock.residual.place import place
 from jaxblock.types import Array, Branch
@@ -66,12 +66,21 @@ def attention_residual(
             reads[:, 0] = 1.0
         return reads / reads.sum(1, keepdims=True) if score == "softmax" else reads / 2
 
+    def sources(config: ModelConfig) -> list[int]:
+        return [1 + outputs for outputs in range(config.sublayers + 1)]
+
+    def traffic(config: ModelConfig) -> int:
+        """Each reader's sources, then the branch's output read, filed and, read again, given on."""
+        return config.width * (sum(seen_sources(options, sources(config))) + 3 * config.sublayers)
+
     return reader_topology(
         functools.partial(AttentionResidual, options=options),
         "v = f(norm(sum_i softmax_i(w . rms_norm(v_i)) v_i))",
         options,
         places=lambda config: config.sublayers + 1,
         mixing=mixing,
+        sources=sources,
+        traffic=traffic,
         open=lambda config, x: open_history(x, config.sublayers + 1),
         close=functools.partial(HistoryReader, options=options),
     )

@@ -20,7 +20,7 @@ from jaxblock.contracts import check_integer
 from jaxblock.functional.depth_mixing import FinishedPart, Sources, read_finished
 from jaxblock.modules import Norm
 from jaxblock.residual.contract import Groups, Topology
-from jaxblock.residual.depth_reader import DepthReader, ReaderOptions, has_keys, reader_topology
+from jaxblock.residual.depth_reader import DepthReader, ReaderOptions, has_keys, reader_topology, seen_sources
 from jaxblock.residual.history import History, open_history, read_once
 from jaxblock.residual.place import place, told_ahead
 from jaxblock.types import Array, Branch, Params
@@ -95,14 +95,19 @@ def grouped(config: ModelConfig, sublayers: int) -> bool:
     return sublayers % (config.sublayers // config.depth) == 0
 
 
+def read_ahead(options: ReaderOptions) -> bool:
+    """Return whether finished sums can be read for all readers of a group at once: queries known, no window."""
+    static = options.query == "static" and options.key == "content"
+    return static and options.score == "softmax" and not options.window
+
+
 def sum_groups(config: ModelConfig, options: ReaderOptions, sublayers: int) -> Groups | None:
     """Return the groups of blocks that make one sum each, read in two phases where the queries are static."""
     if not grouped(config, sublayers):
         return None
-    ahead = options.query == "static" and options.key == "content" and options.score == "softmax"
 
     def before(stream: BlockStream, params: Params) -> dict[str, FinishedPart] | None:
-        if not ahead or options.window:
+        if not read_ahead(options):
             return None
         names = [name for name in params if name.endswith("connection")]
         readers = [params[name]["reader"] for name in names]
@@ -173,6 +178,20 @@ def block_attention_residual(
             reads[read, : read + 1] = [weight * (b in seen) for b in block_of]
         return reads
 
+    def sources(config: ModelConfig) -> list[int]:
+        return [1 + -(-outputs // sublayers) for outputs in range(config.sublayers + 1)]
+
+    def traffic(config: ModelConfig) -> int:
+        """Two phases: finished sums once per group, each reader's part written; then 5 arrays per sublayer.
+
+        Where a reader has to read all its sources itself: those, and 4 arrays per sublayer.
+        """
+        if not read_ahead(options) or not grouped(config, sublayers):
+            return config.width * (sum(seen_sources(options, sources(config))) + 4 * config.sublayers)
+        groups = -(-config.sublayers // sublayers)
+        finished = groups * (groups + 1) // 2
+        return config.width * (finished + groups + 6 * config.sublayers + sources(config)[-1])
+
     return reader_topology(
         functools.partial(BlockAttentionResidual, options=options, sublayers=sublayers),
         "partial = partial + f(norm(sum_k softmax_k(w . rms_norm(b_k)) b_k)), b = sums of n outputs",
@@ -181,5 +200,7 @@ def block_attention_residual(
         mixing=mixing,
         open=open_block,
         close=functools.partial(BlockReader, options=options, sublayers=sublayers),
+        sources=sources,
+        traffic=traffic,
         groups=functools.partial(sum_groups, options=options, sublayers=sublayers),
     )

@@ -102,6 +102,7 @@ The fields, the first three required:
   shared(config, name=...)          a module () -> arrays, parameters of the whole stack
   groups(config) -> Groups          nested scans, see `Groups`
   gain(config, role) -> float       factor on the initial values of kernels with that role ("value", "output", ...)
+  inner_norm = False                True where branches have a norm before their last kernel, too (Sub-LN)
   labels                            tuple of `Label(pattern, decay, learning_rate)` for the optimizer
   project(config, params) -> params after every optimizer step
   declared, and tested:
@@ -111,6 +112,12 @@ The fields, the first three required:
   zero_branch(config, x) -> x       the closed stream when branches return 0; left out, the embedding
   no_gradient                       tuple of `NoGradient(pattern, block, reason)`
   scale_free = False                True where it normalizes the branch's output: a factor on f changes nothing
+  depth_scaled = False              True where the first block's rule already depends on the number of blocks
+  flops(config) -> int              forward FLOPs per token of all connections, a multiply-add of a mixing sum or
+                                    a matrix product as 2; norms, gates' activations and single factors not counted
+  traffic(config) -> int            numbers per token that all connections move, if what lies between two branches
+                                    is one pass over memory: what it reads, once, and what it writes, once
+  advice                            learning rates and traps, a sentence or two
 
 What a topology declares is tested by running it: `tests/residual/battery.py` takes any topology, and says in a
 sentence what is wrong. A line in `jaxblock.residual.registry` gives it the name by which a config asks for it.
@@ -146,7 +153,7 @@ class NoGradient(NamedTuple):
     pattern: str
     """Regular expression that matches the whole path, such as "blocks/attention_connection/reader/query"."""
     block: int | None
-    """The block it holds for; None = the whole leaf."""
+    """The block it holds for, from the end where negative; None = the whole leaf."""
     reason: str
 
 
@@ -185,6 +192,8 @@ class Topology:
     """(config, name=...) -> a module `(stream, shared) -> x`; None where the stream is the array."""
     gain: Callable[[ModelConfig, str], float] = unit_gain
     """(config, role) -> the factor on a kernel's initial values; roles are those of `jaxblock.axes`."""
+    inner_norm: bool = False
+    """Whether branches have one more norm, before the kernel that writes to the stream."""
     labels: tuple[Label, ...] = ()
     """What the optimizer does differently with some of its parameters: decay, own learning rate."""
     project: Callable[[ModelConfig, Params], Params] | None = None
@@ -203,3 +212,15 @@ class Topology:
     """Declared: which of its parameters legitimately never get a gradient, and why."""
     scale_free: bool = False
     """Declared: whether what it writes is the same for f and for 2 f, because it normalizes the branch's output."""
+    depth_scaled: bool = False
+    """Declared: whether the factors of the first block depend on the number of blocks: a parametrization or an
+    initialization that also divides by the depth would count it twice."""
+    flops: Callable[[ModelConfig], int] | None = None
+    """Declared: forward FLOPs per token of all connections and `close`, beside branches and norms: 2 for each
+    multiply-add of a matrix product or of a sum over sources or streams; sources that exist are counted, no others."""
+    traffic: Callable[[ModelConfig], int] | None = None
+    """Declared: numbers per token that all connections of a forward pass read and write, each pass between two
+    branches reading what it needs once and writing what it makes once; times the stream's itemsize, bytes. Pre-norm
+    reads x and f's output and writes x and what the next branch reads: 4 D a sublayer."""
+    advice: str = ""
+    """Learning rate, warm-up and traps, as far as published; a sentence or two for people."""

@@ -1,4 +1,6 @@
-"""What several topologies declare in the same words: norm counts, mixing matrices."""
+"""What several topologies declare in the same words: norm counts, mixing matrices, FLOPs, memory traffic."""
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -14,3 +16,13 @@ def norm_parameters(config: ModelConfig, norms: int) -> int:
 def additive_mixing(config: ModelConfig) -> np.ndarray:
     """Return the mixing matrix of a running sum, [S + 1, S + 1]: every sublayer reads all before it, weight 1."""
     return np.tri(config.sublayers + 1)
+
+
+def no_flops(config: ModelConfig) -> int:
+    """Return 0: the rule has no sum over sources or streams and no matrix product."""
+    return 0
+
+
+def passes(arrays: int) -> Callable[[ModelConfig], int]:
+    """Return the traffic of a rule that moves so many arrays [B, T, D] per sublayer: numbers per token."""
+    return lambda config: arrays * config.width * config.sublayers

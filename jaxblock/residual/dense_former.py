@@ -119,8 +119,15 @@ def dense_former(dilation: int = 1, period: int = 1) -> Topology:
         return DepthAverage(config, period, name=name)
 
     def count(config: ModelConfig) -> int:
-        terms = dense_terms(config.depth, dilation=dilation, period=period)
-        return norm_parameters(config, config.sublayers + 1) + int(terms.sum())
+        return norm_parameters(config, config.sublayers + 1) + read_terms(config)
+
+    def read_terms(config: ModelConfig) -> int:
+        return int(dense_terms(config.depth, dilation=dilation, period=period).sum())
+
+    def traffic(config: ModelConfig) -> int:
+        """Pre-norm's, one more row written per block, and every term read but the newest, which is at hand."""
+        averages = config.depth // period
+        return config.width * (4 * config.sublayers + config.depth + read_terms(config) - averages)
 
     return Topology(
         DenseConnection,
@@ -133,4 +140,7 @@ def dense_former(dilation: int = 1, period: int = 1) -> Topology:
         parameters=count,
         reduces_to="pre_norm",
         mixing=additive_mixing,
+        flops=lambda config: 2 * config.width * read_terms(config),
+        traffic=traffic,
+        advice="pre-norm's learning rate; period = dilation + 1, else whole residue classes are never read",
     )

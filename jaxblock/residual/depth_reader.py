@@ -165,10 +165,36 @@ def has_keys(options: ReaderOptions) -> bool:
     return options.key == "layer" and options.query == "dynamic"
 
 
+def reader_flops(config: ModelConfig, options: ReaderOptions, sources: list[int]) -> int:
+    """Return the forward FLOPs per token of readers with so many sources each, the last one included.
+
+    A weighted sum of n sources is 2 n D, n scores q . v are 2 n D more, a query W v is 2 D^2.
+    """
+    dynamic = options.query == "dynamic"
+    queries = 2 * config.width**2 * len(sources) if dynamic else 0
+    scored = dynamic or options.key == "content"  # else a score is a parameter, not a product
+    return queries + sum(seen_sources(options, sources)) * config.width * (4 if scored else 2)
+
+
+def seen_sources(options: ReaderOptions, sources: list[int]) -> list[int]:
+    """Return how many of so many sources each reader sees: with a window the newest, and the embedding."""
+    return [min(n, options.window + 1) for n in sources] if options.window else sources
+
+
 def reader_topology(
-    connection, equation: str, options: ReaderOptions, *, places, mixing, open, close, groups=None
+    connection,
+    equation: str,
+    options: ReaderOptions,
+    *,
+    places,
+    mixing,
+    open,
+    close,
+    sources,
+    traffic,
+    groups=None,
 ) -> Topology:
-    """Return the record of either form."""
+    """Return the record of either form; `sources(config)` lists how many each reader has, the last one included."""
 
     def shared(config: ModelConfig, *, name: str) -> nn.Module:
         return PlaceKeys(config, places(config), name=name)
@@ -197,4 +223,8 @@ def reader_topology(
         mixing=mixing,
         zero_branch=zero_branch,
         no_gradient=(first,) if options.score == "softmax" else (),
+        flops=lambda config: reader_flops(config, options, sources(config)),
+        traffic=traffic,
+        advice="pre-norm's learning rate; queries must start at 0, and the norms need a small epsilon, as what is read "
+        "shrinks with depth",
     )

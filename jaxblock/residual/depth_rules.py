@@ -17,24 +17,39 @@ BLOCK_KERNELS = tuple(
 
 
 def check_depth_rules(config: ModelConfig, topology: Topology) -> None:
-    """Raise ValueError where a parametrization that scales branches would count twice, or do nothing.
+    """Raise ValueError where branches would be scaled by the depth twice, or a parametrization would do nothing.
 
-    Twice: the topology's `gain` on some kernel's initial values changes with depth or width. Nothing: it is
-    `scale_free`.
+    What scales them: a parametrization, the "gpt2" initialization, a topology that is `depth_scaled` or whose `gain`
+    on some kernel's initial values changes with depth or width. Nothing: the topology is `scale_free`.
     """
-    if config.parametrization_choice.name == "standard":
-        return
-    prefix = f"model.parametrization is {config.parametrization!r} and the residual connection is {topology.equation!r}"
-    if topology.scale_free:
+    scaled = config.parametrization_choice.name != "standard"
+    if scaled and topology.scale_free:
         raise ValueError(
-            f"{prefix}, which normalizes the branch's output: a factor on the branch does nothing there; "
-            'with it the parametrization must be "standard"'
+            f"{_said('parametrization', config, topology)}, which normalizes the branch's output: a factor on the "
+            'branch does nothing there; with it the parametrization must be "standard"'
         )
+    rules = {"parametrization": scaled, "initialization": config.initialization_choice.name == "gpt2"}
+    for field, allowed in (("parametrization", '"standard"'), ("initialization", '"plain" or "zero_output"')):
+        if not rules[field]:
+            continue
+        role = _scaled_role(config, topology)
+        what = f"whose initial {role} kernels are" if role else "whose rule is"
+        if role or topology.depth_scaled:
+            raise ValueError(
+                f"{_said(field, config, topology)}, {what} scaled by the size of the model already: it would count "
+                f"twice; with it the {field} must be {allowed}"
+            )
+
+
+def _said(field: str, config: ModelConfig, topology: Topology) -> str:
+    return f"model.{field} is {getattr(config, field)!r} and the residual connection is {topology.equation!r}"
+
+
+def _scaled_role(config: ModelConfig, topology: Topology) -> str | None:
+    """Return a role whose gain depends on depth or width; None where there is none."""
     for size, value in (("depth", config.depth), ("width", config.width)):
         other = dataclasses.replace(config, **{size: 2 * value})
         for role in BLOCK_KERNELS:
             if topology.gain(config, role) != topology.gain(other, role):
-                raise ValueError(
-                    f"{prefix}, whose initial {role} kernels are scaled by the {size} already: it would count twice; "
-                    'with it the parametrization must be "standard"'
-                )
+                return role
+    return None

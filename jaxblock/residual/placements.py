@@ -11,7 +11,7 @@ from jaxblock.functional import residual
 from jaxblock.functional.norms import layer_norm, rms_norm
 from jaxblock.modules.norm import Norm
 from jaxblock.residual.contract import Topology
-from jaxblock.residual.declarations import additive_mixing, norm_parameters
+from jaxblock.residual.declarations import additive_mixing, no_flops, norm_parameters, passes
 from jaxblock.types import Array, Branch
 
 
@@ -84,6 +84,8 @@ def none() -> Topology:
         parameters=_norms(1, final=True),
         mixing=lambda config: np.eye(config.sublayers + 1),
         zero_branch=lambda config, x: jnp.zeros_like(x),
+        flops=no_flops,
+        traffic=passes(2),
     )
 
 
@@ -96,6 +98,8 @@ def pre_norm() -> Topology:
         parameters=_norms(1, final=True),
         reduces_to="pre_norm",
         mixing=additive_mixing,
+        flops=no_flops,
+        traffic=passes(4),
     )
 
 
@@ -116,6 +120,8 @@ def post_norm() -> Topology:
         parameters=_norms(1, final=False),
         mixing=additive_mixing,
         zero_branch=zero_branch,
+        flops=no_flops,
+        traffic=passes(3),
     )
 
 
@@ -128,6 +134,8 @@ def peri_norm() -> Topology:
         parameters=_norms(2, final=True),
         mixing=additive_mixing,
         scale_free=True,
+        flops=no_flops,
+        traffic=passes(4),
     )
 
 
@@ -140,6 +148,8 @@ def branch_norm() -> Topology:
         parameters=_norms(1, final=True),
         mixing=additive_mixing,
         scale_free=True,
+        flops=no_flops,
+        traffic=passes(3),
     )
 
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 
-from jaxblock.config import check_options, parse_choice
+from jaxblock.choices import check_options, parse_choice
 from jaxblock.contracts import check_choice
 from jaxblock.residual.attention_residual import attention_residual
 from jaxblock.residual.block_attention_residual import block_attention_residual

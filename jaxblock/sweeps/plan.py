@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pydantic
 
-from jaxblock.config import parse_choice
+from jaxblock.choices import parse_choice
 from jaxblock.contracts import check_choice, check_integer, check_number
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.config.section import Section

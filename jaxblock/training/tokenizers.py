@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxblock.config import resolve
+from jaxblock.choices import resolve
 from jaxblock.contracts import check_integer
 
 TOKENIZER_FILE = "tokenizer.json"

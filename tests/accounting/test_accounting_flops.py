@@ -21,7 +21,6 @@ from jaxblock.accounting import (
     training_flops_per_token,
     visible_keys,
 )
-from jaxblock.accounting.depth_mixing import RULES
 from jaxblock.residual import REGISTRY, topology
 from jaxblock.residual.declarations import norm_parameters
 from tests.small import config
@@ -177,9 +176,13 @@ def test_a_length_below_one_is_refused():
 # ------------------------------------------------------------------ reads over depth
 
 
-def test_every_topology_of_the_registry_has_its_row():
-    """A new entry needs one: what it multiplies beside its branches, 0 where it reads the stream as it is."""
-    assert set(RULES) == set(REGISTRY)
+def test_every_topology_of_the_registry_declares_what_it_costs():
+    """A new entry needs all of it: 0 FLOPs where it reads the stream as it is."""
+    for name in REGISTRY:
+        entry = topology(name)
+        declared = {field: getattr(entry, field) for field in ("parameters", "flops", "traffic")}
+        assert None not in declared.values(), (name, declared)
+        assert entry.source, name
 
 
 @pytest.mark.parametrize("options", ["", "(dilation=2, period=3)", "(dilation=4, period=5)"])

@@ -6,7 +6,7 @@ from typing import Any
 import pydantic
 
 from jaxblock.axes import PARAMETERS
-from jaxblock.config import Choice, resolve
+from jaxblock.choices import Choice, resolve
 from jaxblock.contracts import check_choice, check_integer, check_number
 from jaxblock.training.config.section import Section
 
