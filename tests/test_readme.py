@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxblock.cli import main
+from jaxblock.residual import REGISTRY
 from jaxblock.sweeps.plan import build_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,3 +76,14 @@ def test_file_map_names_files_that_exist():
             for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
                 path = ROOT / name if (ROOT / name).exists() else ROOT / "jaxblock" / name
                 assert path.exists(), name
+
+
+def test_the_table_of_topologies_is_the_registry():
+    table = README.split("| name and options |")[1].split("\n\n")[0]
+    rows = [row for row in table.splitlines()[2:] if row.startswith("| `")]
+    assert [re.split(r"[`(]", row)[1] for row in rows] == list(REGISTRY)
+    for row, factory in zip(rows, REGISTRY.values(), strict=True):
+        entry = factory()
+        cells = [cell.strip().replace("&#124;", "|") for cell in row.strip("|").split(" | ")]
+        assert cells[1:3] == [entry.equation, entry.source], row
+        assert cells[3].rstrip("| ") == (entry.reduces_to or ""), row

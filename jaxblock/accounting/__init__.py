@@ -21,6 +21,7 @@ from jaxblock.accounting.parameters import (
     pre_norm_parameters,
     table_parameters,
 )
+from jaxblock.accounting.topologies import TopologyFacts, topology_facts
 
 __all__ = [
     "CHIPS",
@@ -29,6 +30,7 @@ __all__ = [
     "FlopParts",
     "KeptBytes",
     "ParameterCount",
+    "TopologyFacts",
     "abstract_parameters",
     "block_windows",
     "branch_parameters",
@@ -43,6 +45,7 @@ __all__ = [
     "peak_flops",
     "pre_norm_parameters",
     "table_parameters",
+    "topology_facts",
     "training_flops_per_token",
     "tree_bytes",
     "visible_keys",

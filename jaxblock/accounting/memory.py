@@ -51,10 +51,13 @@ def tree_bytes(tree: object) -> int:
 def kv_cache_bytes(config: ModelConfig, batch: int, length: int) -> int:
     """Return the bytes of keys and values of all blocks, 2 L B S G K itemsize, in the compute dtype.
 
-    S is `length`; where every block has a window, a rolling cache needs no more than the longest of them.
+    S is `length`; where every block has a window, a rolling cache needs no more than the longest of them. A model
+    with another token mixer than attention has no cache: 0.
     """
     check_integer("batch", batch, least=1)
     check_integer("length", length, least=1)
+    if config.token_mixer_choice.name != "attention":
+        return 0
     limited = bool(config.window) and all(config.window)
     slots = min(length, max(config.window)) if limited else length
     entries = 2 * config.depth * batch * slots * config.num_kv_heads * config.head_dim
@@ -99,7 +102,8 @@ def _closed_derivative(config: ModelConfig, execution: ExecutionConfig, params: 
     if execution.attention == "cudnn":  # it cannot be traced without an NVIDIA GPU
         execution = dataclasses.replace(execution, attention="blocked")
     model = Decoder(config, execution)
-    drops = config.attention_dropout or config.hidden_dropout or config.branch_dropout
+    stochastic = config.stochastic_depth_choice.name != "none"
+    drops = stochastic or config.attention_dropout or config.hidden_dropout or config.branch_dropout
 
     def kept(params: Params, tokens_BT: Array, key: Array) -> list:
         rngs = {"dropout": key} if drops else {}

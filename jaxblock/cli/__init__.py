@@ -12,6 +12,7 @@ from jaxblock.cli.report import report
 from jaxblock.cli.sample import sample
 from jaxblock.cli.sweep import sweep
 from jaxblock.cli.tokenize import tokenize
+from jaxblock.cli.topologies import topologies
 from jaxblock.cli.train import train
 from jaxblock.contracts import check_choice
 
@@ -21,6 +22,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], Action]] = {
     "eval": evaluate,
     "sample": sample,
     "count": count,
+    "topologies": topologies,
     "check": check,
     "sweep": sweep,
     "report": report,
@@ -63,7 +65,7 @@ def _closed_pipe() -> int:
 
 
 def _overview() -> str:
-    lines = [f"  {name:8} {command.__doc__}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:10} {command.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join(
         ["usage: jaxblock COMMAND [ARGUMENTS]", "", *lines, "", "jaxblock COMMAND --help tells more."]
     )

@@ -23,10 +23,18 @@ import optax
 
 from jaxblock import Decoder, ExecutionConfig, ModelConfig
 from jaxblock.axes import path_name, roles
-from jaxblock.residual import Topology
+from jaxblock.residual import History, Topology
 from jaxblock.training.config import OptimizerConfig
 from jaxblock.training.optimizer import decay_mask, make_optimizer
-from tests.residual.given import Entry, GivenModel, draw, given_branch, position_wise, run_given
+from tests.residual.given import (
+    Entry,
+    GivenModel,
+    draw,
+    given_branch,
+    position_wise,
+    run_given,
+    unrolled_flops,
+)
 from tests.small import config, tokens
 
 PLAIN = {"norm": "rms_norm", "bias": False, "positions": "none", "feed_forward": "relu"}
@@ -225,6 +233,41 @@ def check_scale_free(entry: Entry) -> None:
     )
 
 
+def check_depth_scaled(entry: Entry) -> None:
+    """The first sublayer writes with factors that depend on the number of blocks exactly where that is declared."""
+    reads = []
+    for depth in (2, 4):
+        model_config = config(**PLAIN, norm_epsilon=1.0, depth=depth, width=16)
+        sources = jnp.eye(16)[: model_config.sublayers + 1] * 2.0**-30
+        _, found = run_given(entry, model_config, given_branch, sources[0].reshape(1, 1, -1), sources[1:])
+        reads.append(np.asarray(found["read_1"][0]).ravel() * 2.0**30)
+    changes = not np.allclose(*reads, rtol=1e-5, atol=1e-6)
+    assert changes == entry.topology.depth_scaled, (
+        f"{entry}: what the second sublayer reads {'depends' if changes else 'does not depend'} on the number of "
+        f"blocks, and it declares depth_scaled = {entry.topology.depth_scaled}"
+    )
+
+
+def check_flops(entry: Entry) -> None:
+    """The declared FLOPs are multiplied, and little else: norms, activations and single factors are the slack."""
+    if entry.topology.flops is None:
+        return
+    for changes in ({"depth": 12, "width": 64}, {"depth": 3, "width": 64, "wiring": "parallel"}):
+        model_config = config(**PLAIN, **changes)
+        declared, counted = entry.topology.flops(model_config), unrolled_flops(entry.topology, model_config)
+        per_number = held_numbers(entry.topology, model_config) * (model_config.sublayers + 1)
+        assert declared <= counted <= 1.6 * declared + 40 * per_number, (
+            f"{entry}: declares {declared} FLOPs per token; a loop that reads what exists has {counted}"
+        )
+
+
+def held_numbers(topology: Topology, model_config: ModelConfig) -> int:
+    """Return the numbers per token that a stream holds from block to block, histories not among them."""
+    stream = jax.eval_shape(lambda x: topology.open(model_config, x), jnp.zeros((1, 1, model_config.width)))
+    nodes = jax.tree.leaves(stream, is_leaf=lambda node: isinstance(node, History))
+    return max(model_config.width, sum(node.size for node in nodes if not isinstance(node, History)))
+
+
 def measured_mixing(entry: Entry, model_config: ModelConfig) -> np.ndarray:
     """Return the depth-mixing matrix [S + 1, S + 1].
 
@@ -322,7 +365,8 @@ def check_every_leaf_learns(entry: Entry) -> None:
             rows = [
                 row
                 for pattern, row in listed
-                if pattern.fullmatch(name) and (row.block is None or row.block == block)
+                if pattern.fullmatch(name)
+                and (row.block is None or row.block % model_config.depth == (block or 0))
             ]
             used.update(rows)
             largest = float(jnp.abs(part).max())
@@ -421,6 +465,8 @@ CHECKS: dict[str, Callable[[Entry], None]] = {
     "vmap_equals_each_alone": check_vmap_equals_each_alone,
     "reduces_to": check_reduces_to,
     "scale_free": check_scale_free,
+    "depth_scaled": check_depth_scaled,
+    "flops": check_flops,
     "every_leaf_learns": check_every_leaf_learns,
     "memory_is_linear": check_memory_is_linear,
     "finite_in_bfloat16_at_100_blocks": check_finite_in_bfloat16_at_100_blocks,

@@ -63,7 +63,7 @@ CHANGED = TrainConfig(
         residual="post_norm",
         wiring="parallel",
         window=(4, 0),
-        token_mixer="attention",
+        token_mixer="attention()",
         value_residual="learned(first=0.3)",
         experts="dropless(experts=4)",
         stochastic_depth="linear(rate=0.1)",
