@@ -9,7 +9,25 @@ from jaxblock.residual.attention_residual import attention_residual
 from jaxblock.residual.block_attention_residual import block_attention_residual
 from jaxblock.residual.contract import Topology
 from jaxblock.residual.dense_former import dense_former
+from jaxblock.residual.frac_connections import frac_connections
+from jaxblock.residual.highway import highway
+from jaxblock.residual.hyper_connections import hyper_connections
+from jaxblock.residual.input_injection import input_injection
+from jaxblock.residual.laurel import laurel
+from jaxblock.residual.layer_norm_scaling import layer_norm_scaling
+from jaxblock.residual.lime import lime
+from jaxblock.residual.manifold_hyper_connections import manifold_hyper_connections
+from jaxblock.residual.mix_norm import mix_norm
+from jaxblock.residual.muddformer import muddformer
+from jaxblock.residual.ngpt import ngpt
+from jaxblock.residual.orthogonal_update import orthogonal_update
 from jaxblock.residual.placements import branch_norm, none, peri_norm, post_norm, pre_norm
+from jaxblock.residual.post_scaled import deep_norm, keel
+from jaxblock.residual.resi_dual import resi_dual
+from jaxblock.residual.rezero import rezero
+from jaxblock.residual.scaled import branch_scale, layer_scale, learned_scale, residual_multiplier
+from jaxblock.residual.sub_norm import sub_norm
+from jaxblock.residual.unet import unet
 
 REGISTRY: Mapping[str, Callable[..., Topology]] = {
     "none": none,
@@ -17,9 +35,31 @@ REGISTRY: Mapping[str, Callable[..., Topology]] = {
     "post_norm": post_norm,
     "peri_norm": peri_norm,
     "branch_norm": branch_norm,
+    "branch_scale": branch_scale,
+    "learned_scale": learned_scale,
+    "layer_scale": layer_scale,
+    "rezero": rezero,
+    "residual_multiplier": residual_multiplier,
+    "layer_norm_scaling": layer_norm_scaling,
+    "deep_norm": deep_norm,
+    "keel": keel,
+    "mix_norm": mix_norm,
+    "sub_norm": sub_norm,
     "dense_former": dense_former,
     "attention_residual": attention_residual,
     "block_attention_residual": block_attention_residual,
+    "muddformer": muddformer,
+    "lime": lime,
+    "highway": highway,
+    "orthogonal_update": orthogonal_update,
+    "laurel": laurel,
+    "resi_dual": resi_dual,
+    "input_injection": input_injection,
+    "unet": unet,
+    "ngpt": ngpt,
+    "hyper_connections": hyper_connections,
+    "frac_connections": frac_connections,
+    "manifold_hyper_connections": manifold_hyper_connections,
 }
 
 

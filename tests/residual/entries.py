@@ -1,13 +1,14 @@
 """What the battery runs on: every name of the registry, and the options whose code differs.
 
-By default the whole battery runs on REPRESENTATIVE and a cheap part on every other name; `pytest -m full` runs all.
+By default the battery runs on REPRESENTATIVE, ALSO_BY_DEFAULT and, the cheapest checks, on every other name;
+`pytest -m full` runs all of it on all.
 """
 
 import pytest
 
 from jaxblock.models.write_once import holds_history
 from jaxblock.residual import REGISTRY, topology
-from tests.residual.battery import CHEAP, CHECKS, draw
+from tests.residual.battery import CHECKS, draw
 from tests.small import config
 
 REPRESENTATIVE = ("pre_norm", "dense_former", "attention_residual")
@@ -28,13 +29,19 @@ VARIANTS = (
     "attention_residual(heads=4)",
 )
 NAMES = tuple(dict.fromkeys((*REPRESENTATIVE, *REGISTRY, *VARIANTS)))
+EVERY_NAME = ("parameter_count", "positions_and_rows_stay_apart", "mixing_matrix", "zero_branch")
+"""Checks that need no decoder, or no compilation."""
 ALSO_BY_DEFAULT = {
     "post_norm": ("every_leaf_learns",),
+    "layer_scale": ("every_leaf_learns",),
+    "deep_norm": ("depth_scaled",),
+    "manifold_hyper_connections": ("loop_equals_scan", "reduces_to", "every_leaf_learns", "flops"),
     "peri_norm": ("scale_free",),
     "branch_norm": ("scale_free",),
     "block_attention_residual(sublayers=4)": ("memory_is_linear",),
 }
 SHOWN_BY_ANOTHER = {
+    "pre_norm": ("reduces_to", "vmap_equals_each_alone", "remat_equals_none"),
     "dense_former": (
         "loop_equals_scan",
         "remat_equals_none",
@@ -74,7 +81,7 @@ def is_default(name: str, check: str) -> bool:
         return False
     if name in REPRESENTATIVE or check in ALSO_BY_DEFAULT.get(name, ()):
         return True
-    return name in REGISTRY and check in CHEAP
+    return name in REGISTRY and check in EVERY_NAME
 
 
 def cases(names: tuple[str, ...]) -> list:

@@ -96,7 +96,7 @@ def given_branch(h: jax.Array, given: jax.Array, sublayer: jax.Array) -> jax.Arr
 
 def added(h: jax.Array, given: jax.Array, sublayer: jax.Array) -> jax.Array:
     """Return what was read plus the caller's array for this sublayer: nothing read is without use."""
-    return h + given[sublayer]
+    return h + jnp.broadcast_to(given[sublayer], h.shape)
 
 
 def position_wise(h: jax.Array, given: jax.Array, sublayer: jax.Array) -> jax.Array:

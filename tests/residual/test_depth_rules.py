@@ -16,7 +16,7 @@ SCALING = (
     "complete_p(base_depth=1, base_width=4)",
     "complete_p(base_depth=3, base_width=8)",
 )
-SCALE_FREE = {"peri_norm", "branch_norm"}
+SCALE_FREE = {name for name in REGISTRY if topology(name).scale_free}
 DEEP_NORM = dataclasses.replace(
     topology("pre_norm"),
     gain=lambda config, role: (
@@ -25,14 +25,51 @@ DEEP_NORM = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("text", SCALING)
+def counts_depth(name: str) -> bool:
+    """Whether the rule's factors, or the initial values of its branches, depend on the number of blocks."""
+    rule = topology(name)
+    gains = {rule.gain(config(depth=depth), role) for depth in (2, 4) for role in ("value", "down")}
+    return rule.depth_scaled or len(gains) > 1
+
+
+COUNTED_TWICE = {name for name in REGISTRY if counts_depth(name)}
+
+
+def test_which_topologies_count_depth():
+    assert {"residual_multiplier", "deep_norm", "keel", "sub_norm"} <= COUNTED_TWICE
+    # A factor by the block's number, or another rule in part of the blocks, is none by the number of blocks.
+    assert (
+        not {"pre_norm", "post_norm", "layer_norm_scaling", "mix_norm", "layer_scale", "rezero"}
+        & COUNTED_TWICE
+    )
+    assert {"peri_norm", "branch_norm"} <= SCALE_FREE
+    assert not SCALE_FREE & COUNTED_TWICE
+
+
+@pytest.mark.parametrize("text", [*SCALING, "gpt2"])
 @pytest.mark.parametrize("name", REGISTRY)
+def test_a_topology_that_counts_depth_is_refused_beside_another_rule_that_does(name, text):
+    field = "initialization" if text == "gpt2" else "parametrization"
+    both, rule = config(residual=name, **{field: text}), topology(name)
+    if name not in COUNTED_TWICE:
+        if name not in SCALE_FREE:
+            check_depth_rules(both, rule)
+        return
+    for use in (lambda: check_depth_rules(both, rule), lambda: TrainConfig(model=both)):
+        with pytest.raises(
+            ValueError, match=rf"model\.{field} is .* it would count twice; with it the {field} must"
+        ):
+            use()
+
+
+@pytest.mark.parametrize("text", SCALING)
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name not in COUNTED_TWICE])
 def test_a_connection_that_normalizes_its_branch_is_refused_and_no_other(name, text):
     scaled, plain = config(parametrization=text, residual=name), config(residual=name)
     check_depth_rules(plain, topology(name))
     TrainConfig(model=plain)
     if name not in SCALE_FREE:
-        assert Decoder(scaled).labels == ()
+        assert Decoder(scaled).labels == topology(name).labels
         TrainConfig(model=scaled)
         return
     for use in (
@@ -51,14 +88,14 @@ def test_a_connection_that_normalizes_its_branch_is_refused_and_no_other(name, t
 @pytest.mark.parametrize("text", SCALING)
 def test_a_topology_that_scales_initial_values_by_depth_is_refused(text):
     with pytest.raises(
-        ValueError, match=r"initial value kernels are scaled by the depth already: .* count twice"
+        ValueError, match=r"initial value kernels are scaled by the size of the model already: .* count twice"
     ):
         Decoder(config(parametrization=text), topology=DEEP_NORM).connections  # noqa: B018
     assert Decoder(config(), topology=DEEP_NORM).connections is DEEP_NORM
     constant = dataclasses.replace(DEEP_NORM, gain=lambda config, role: 0.5)
     assert Decoder(config(parametrization=text), topology=constant).connections is constant
     by_width = dataclasses.replace(DEEP_NORM, gain=lambda config, role: config.width**-0.5)
-    with pytest.raises(ValueError, match="initial query kernels are scaled by the width already"):
+    with pytest.raises(ValueError, match="initial query kernels are scaled by the size of the model already"):
         Decoder(config(parametrization=text), topology=by_width).connections  # noqa: B018
 
 
