@@ -42,6 +42,7 @@ def figures(config: Any) -> dict[str, Any]:
       ValueError: a model that cannot be built, or a task that trains another.
     """
     from jaxblock.accounting import abstract_parameters, count_parameters, flop_conventions, flop_parts
+    from jaxblock.accounting.feed_forward import idle_parameters
 
     if config.run.task_choice.name != "language_model":
         raise ValueError(
@@ -56,6 +57,7 @@ def figures(config: Any) -> dict[str, Any]:
             "blocks": number.blocks,
             "non_embedding": number.non_embedding,
             "total": number.total,
+            "active": number.total - idle_parameters(config.model),
             **number._asdict(),
         },
         "flops_per_token": {

@@ -54,6 +54,9 @@ def _parameters(counts: Mapping[str, Any]) -> list[str]:
         return [(name, f"{n:,}", f"{100 * n / total:.1f} %") for name, n in numbers.items()]
 
     depth = counts["by_place"]["blocks"] // sum(counts["per_block"].values())
+    active: list[Row] = []
+    if counts["active"] != total:
+        active = [("active", f"{counts['active']:,}", "without the experts that a token is not sent to")]
     return [
         table("parameters by role", shares(counts["by_role"])),
         table("parameters by place", shares(counts["by_place"])),
@@ -71,6 +74,7 @@ def _parameters(counts: Mapping[str, Any]) -> list[str]:
                     "without token table, position table, untied head",
                 ),
                 ("total", f"{total:,}", "every parameter"),
+                *active,
             ],
             words=1,
         ),

@@ -76,8 +76,11 @@ def init_cache(config: ModelConfig, batch: int, *, capacity: int | None = None) 
 
     Raises:
       ValueError: batch or capacity below 1; a capacity that the learned position table does not reach; one smaller
-        than the largest window, where every block has one, and than the context.
+        than the largest window, where every block has one, and than the context; another token mixer than attention;
+        experts with a capacity.
     """
+    _check_attention(config)
+    _check_experts(config)
     check_integer("batch", batch, least=1)
     capacity = config.context if capacity is None else capacity
     check_integer("capacity", capacity, least=1)
@@ -158,6 +161,8 @@ def write_cache(cache: Cache, call: CachedCall, written: dict[str, Any]) -> Cach
 
 def check_cache(config: ModelConfig, cache: Any, *, batch: int) -> None:
     """Raise ValueError unless `cache` is one that `init_cache` makes for this config and batch."""
+    _check_attention(config)
+    _check_experts(config)
     if not isinstance(cache, Cache):
         raise ValueError(
             f"cache is a {type(cache).__name__}; it must be a jaxblock.models.Cache, from init_cache"
@@ -213,6 +218,25 @@ def check_room(config: ModelConfig, cache: Cache, tokens_BT: Array, valid_BT: Ar
         raise ValueError(
             f"the cache is full: its rows have read {lengths_B.tolist()} tokens and are to read "
             f"{new_B.tolist()} more; {of}"
+        )
+
+
+def _check_attention(config: ModelConfig) -> None:
+    """Raise ValueError where there are no keys and values to keep."""
+    if config.token_mixer_choice.name != "attention":
+        raise ValueError(
+            f"model.token_mixer is {config.token_mixer!r}, and a cache holds attention's keys and values; without "
+            "one, a decoder reads all tokens at every step"
+        )
+
+
+def _check_experts(config: ModelConfig) -> None:
+    """Raise ValueError where the slots that earlier tokens took would decide what a later one gets."""
+    if config.experts_choice.name == "capacity":
+        raise ValueError(
+            f"model.experts is {config.experts!r}, and a cache does not hold which slots of the experts earlier tokens "
+            'took, so decoding would not be the full forward: use "dropless", whose parameters are the same, or read '
+            "all tokens at every step"
         )
 
 

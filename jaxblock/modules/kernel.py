@@ -40,13 +40,15 @@ class Kernel(nn.Module):
     """Declare the weights of one dense product and return them: the arithmetic is `functional.dense`.
 
     Parameters: `kernel` [*in, *out] and, where the config has biases, `bias` [*out], both in `param_dtype`.
-    `axes` is the number of leading axes that are inputs.
+    `axes` is the number of axes that are inputs; before them may stand `batch` axes of a batch of kernels, as of
+    experts, which no fan-in counts: `kernel` [*batch, *in, *out], `bias` [*batch, *out].
     """
 
     config: ModelConfig
     role: str
     shape: tuple[int, ...]
     axes: int = 1
+    batch: int = 0
     gain: Callable[[str], float] = unit_gain
     """Factor on the initial values, by role."""
 
@@ -56,8 +58,14 @@ class Kernel(nn.Module):
         dtype = jnp.dtype(self.config.param_dtype)
         gain = float(self.gain(self.role))
         check_number(f"gain of role {self.role!r}", gain, least=0.0)
-        init = kernel_init(self.config, self.role, fan_in=math.prod(self.shape[: self.axes]), gain=gain)
+        batch, inputs, outputs = self._parts()
+        init = kernel_init(self.config, self.role, fan_in=math.prod(inputs), gain=gain)
         kernel = self.param("kernel", init, self.shape, dtype)
         if not self.config.bias:
             return kernel, None
-        return kernel, self.param("bias", nn.initializers.zeros, self.shape[self.axes :], dtype)
+        return kernel, self.param("bias", nn.initializers.zeros, batch + outputs, dtype)
+
+    def _parts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return the shape's axes of the batch, inputs and outputs."""
+        first, last = self.batch, self.batch + self.axes
+        return self.shape[:first], self.shape[first:last], self.shape[last:]

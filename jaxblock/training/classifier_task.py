@@ -1,5 +1,9 @@
-"""A classifier as a task: labelled texts, mean cross entropy over real rows, accuracy, the largest class to beat."""
+"""A classifier as a task: labelled examples, mean cross entropy over real rows, accuracy, the largest class to beat.
 
+Examples are texts, a byte a token, or images, a gray level a token (`data.path = "digits"`).
+"""
+
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -9,7 +13,10 @@ import numpy as np
 
 from jaxblock.functional.losses import CrossEntropy, LossOptions, cross_entropy
 from jaxblock.models.classifier import Classifier, predict
+from jaxblock.modules.experts import ROUTING
 from jaxblock.training.config import TrainConfig
+from jaxblock.training.digit_corpus import LEVELS, load_digits
+from jaxblock.training.digit_corpus import NAME as DIGITS
 from jaxblock.training.function_corpus import load_functions
 from jaxblock.training.labelled import (
     LabelledBatch,
@@ -20,12 +27,12 @@ from jaxblock.training.labelled import (
     load_labelled,
     pad_examples,
 )
+from jaxblock.training.objectives import add_balance, balance_weight
 from jaxblock.training.task import Baseline, Score, Task
 from jaxblock.types import Array, Params
 
-BYTE_VALUES = 256
 SHOWN = 4
-"""Held-out texts in sample.txt."""
+"""Held-out examples in sample.txt."""
 PLAIN = LossOptions()
 """Neither smoothing nor z-loss; every column of the logits is a class."""
 
@@ -40,7 +47,10 @@ class Majority(NamedTuple):
 
 
 def classifier_task(config: TrainConfig) -> Task:
-    """Load the examples and return the task; without `data.path`, the functions of the standard library.
+    """Load the examples and return the task.
+
+    Without `data.path` they are the functions of the standard library, with "digits" scikit-learn's images, else the
+    texts of a `.jsonl` file.
 
     Raises:
       ValueError: the data do not fit the config.
@@ -49,8 +59,9 @@ def classifier_task(config: TrainConfig) -> Task:
     pooling = config.run.task_choice.options["pooling"]
     model = Classifier(config.model, config.execution, classes=len(corpus.names), pooling=pooling)
     options = LossOptions(z_loss=config.loss.z_loss, label_smoothing=config.loss.label_smoothing)
+    balance = balance_weight(config.model)
     majority = majority_baseline(corpus.train, corpus.validation)
-    shown = _shown(corpus.validation, config)
+    shown = _shown(corpus, config)
     shape = {"context": config.model.context, "batch": config.data.batch}
 
     def forward(params: Params, batch: LabelledBatch, key: Array | None) -> tuple[Array, dict[str, Any]]:
@@ -59,9 +70,9 @@ def classifier_task(config: TrainConfig) -> Task:
 
     return Task(
         model=model,
-        init=lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"],
+        init=lambda key: model.init(key, jnp.zeros((1, config.model.context), jnp.int32))["params"],
         loss=lambda params, batch, key: classifier_loss(
-            model, params, batch, options=options, dropout_key=key
+            model, params, batch, options=options, dropout_key=key, balance=balance
         ),
         score=lambda params, batch: classifier_score(model, params, batch),
         batches=lambda seed: LabelledBatches(corpus.train, seed=seed, **shape),
@@ -76,7 +87,9 @@ def classifier_task(config: TrainConfig) -> Task:
         files={},
         words=(corpus.source, *corpus.notes),
         baseline=lambda: Baseline(majority.loss, f"class frequencies (accuracy {majority.accuracy:.3f})"),
-        finish=lambda params, key: _describe(model, params, shown, known=config.sample.prompt is None),
+        finish=lambda params, key: _describe(
+            model, params, shown, show=corpus.show, known=config.sample.prompt is None
+        ),
         forward=forward,
     )
 
@@ -88,13 +101,19 @@ def classifier_loss(
     *,
     options: LossOptions = PLAIN,
     dropout_key: Array | None = None,
+    balance: float = 0.0,
 ) -> CrossEntropy:
     """Return the mean cross entropy over real rows (`weight` of them); dropout is on exactly when a key is passed.
 
-    `options.vocab_size` stays None: every column of the logits is a class.
+    `options.vocab_size` stays None: every column of the logits is a class. `balance` is the weight of the experts'
+    load-balance loss, which a model without experts does not have.
     """
-    logits_BC, _ = _apply(model, params, batch, dropout_key)
-    return _row_loss(logits_BC, batch, options)
+    if not balance:
+        logits_BC, _ = _apply(model, params, batch, dropout_key)
+        return _row_loss(logits_BC, batch, options)
+    logits_BC, collected = _apply(model, params, batch, dropout_key, mutable=[ROUTING])
+    result = _row_loss(logits_BC, batch, options)
+    return add_balance(result, collected[ROUTING], jnp.asarray(batch.real_B), balance=balance)
 
 
 def classifier_score(model: Classifier, params: Params, batch: LabelledBatch) -> Score:
@@ -124,15 +143,18 @@ def majority_baseline(train: LabelledExamples, validation: LabelledExamples) -> 
 
 
 def _load(config: TrainConfig) -> LabelledCorpus:
-    context, vocab_size, data = config.model.context, config.model.vocab_size, config.data
-    if vocab_size < BYTE_VALUES:
-        raise ValueError(f"model.vocab_size is {vocab_size}; it must be at least {BYTE_VALUES} for bytes")
+    vocab_size, data = config.model.vocab_size, config.data
+    levels, words = (LEVELS, "gray levels") if data.path == DIGITS else (256, "bytes")
+    if vocab_size < levels:
+        raise ValueError(f"model.vocab_size is {vocab_size}; it must be at least {levels} for {words}")
     for name, value, default in (("seams", data.seams, "joined"), ("separator", data.separator, None)):
         if value != default:
             raise ValueError(f"data.{name} is {value!r}; a classifier's rows are one text each, leave it out")
     if data.path is None:
-        return load_functions(context=context)
-    return load_labelled(Path(data.path), context=context)
+        return load_functions(context=config.model.context)
+    if data.path == DIGITS:
+        return load_digits(context=config.model.context)
+    return load_labelled(Path(data.path), context=config.model.context)
 
 
 def _apply(
@@ -150,23 +172,40 @@ def _row_loss(logits_BC: Array, batch: LabelledBatch, options: LossOptions) -> C
     return cross_entropy(logits_BC[:, None], labels_B1, valid_BT=real_B1, options=options)
 
 
-def _shown(validation: LabelledExamples, config: TrainConfig) -> LabelledExamples:
-    """Return what sample.txt shows: the config's prompt, whose label is not known, or some held-out texts."""
+def _shown(corpus: LabelledCorpus, config: TrainConfig) -> LabelledExamples:
+    """Return what sample.txt shows: the config's prompt, whose label is not known, or some held-out examples.
+
+    Raises:
+      ValueError: a prompt for images.
+    """
+    validation = corpus.validation
     if config.sample.prompt is not None:
+        if config.data.path == DIGITS:
+            raise ValueError(
+                f"sample.prompt is {config.sample.prompt!r} and data.path is {DIGITS!r}; no text is an image, leave "
+                "it out: held-out images are shown"
+            )
         prompt = config.sample.prompt.encode("utf-8", errors="surrogateescape")
         return LabelledExamples.of([prompt], [0], validation.names)
     chosen = np.linspace(0, len(validation) - 1, min(SHOWN, len(validation)), dtype=int)
     return validation.take(chosen.tolist())
 
 
-def _describe(model: Classifier, params: Params, examples: LabelledExamples, *, known: bool) -> str:
-    """Return texts with the two classes that the model finds most probable, as a person reads them."""
+def _describe(
+    model: Classifier,
+    params: Params,
+    examples: LabelledExamples,
+    *,
+    show: Callable[[np.ndarray], str],
+    known: bool,
+) -> str:
+    """Return examples with the two classes that the model finds most probable, as a person reads them."""
     batch = pad_examples(examples, range(len(examples)), context=model.config.context)
     found = jax.device_get(predict(model, params, batch.inputs_BT, batch.valid_BT))
     parts = []
     for row, p_C in enumerate(found.probability_BC):
         says = ", ".join(f"{examples.names[c]} {p_C[c]:.2f}" for c in np.argsort(-p_C, kind="stable")[:2])
-        text = examples.text(row)[: model.config.context].tobytes().decode("utf-8", errors="replace")
+        shown = show(examples.text(row)[: model.config.context])
         truth = f" (it is {examples.names[examples.labels_E[row]]})" if known else ""
-        parts.append(f"{text}\n-> {says}{truth}\n")
+        parts.append(f"{shown}\n-> {says}{truth}\n")
     return "\n".join(parts)

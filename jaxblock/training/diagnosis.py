@@ -33,17 +33,24 @@ STAGES = ("embedding", "positions", "shared", "blocks", "close", "resid_final", 
 """Parts of a model in the order they are computed in; any other part, a head, comes after them."""
 IN_BLOCK = (
     "resid_pre",
-    *("attention_connection", "connection", "attention_in", "parallel_in", "attention", "attention_out"),
+    *("attention_connection", "token_mixer_connection", "connection"),
+    *("attention_in", "token_mixer_in", "parallel_in", "attention", "token_mixer"),
+    *("attention_out", "token_mixer_out"),
     "resid_mid",
     *("feed_forward_connection", "feed_forward_in", "feed_forward", "feed_forward_out", "parallel_out"),
     *("after_block", "resid_post"),
 )
 """What a block computes, in order."""
-IN_BRANCH = ("query", "key", "value", "output", "gate", "up", "down")
+IN_BRANCH = (
+    *("query", "key", "value", "output"),
+    *("mlp_up", "mlp_down", "convolution_in", "convolution_out"),
+    *("gate", "up", "down"),
+)
 """Kernels of a branch, in order."""
 PLACES = {
     "resid": "residual stream",
     "attention": "attention",
+    "token": "token_mixer",
     "feed": "feed_forward",
     "parallel": "parallel",
     "connection": "parallel",

@@ -1,13 +1,14 @@
 """The data of a classifier: texts with a label, their split, and padded batches of them; bytes are the tokens.
 
 Texts come from a `.jsonl` file, one object {"text": "...", "label": "..."} a line, or from
-`training.function_corpus`. A row of a batch is the first `context` bytes of a text, padded on the right with 0.
+`training.function_corpus`; images, a byte a pixel, from `training.digit_corpus`. A row of a batch is the first
+`context` bytes of a text, padded on the right with 0.
 """
 
 import hashlib
 import json
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -79,12 +80,17 @@ class LabelledExamples:
         return LabelledExamples.of(texts, [int(self.labels_E[index]) for index in chosen], self.names)
 
 
+def decode_text(bytes_N: np.ndarray) -> str:
+    """Return a text as a person reads it."""
+    return bytes_N.tobytes().decode("utf-8", errors="replace")
+
+
 @dataclass(frozen=True, eq=False)
 class LabelledCorpus:
     """Train and validation examples, and what a run records about them.
 
     `fingerprint` names the data, their split and their classes: 16 hex digits of a sha256. `source` is a sentence
-    for people, `notes` are sentences about what was left out or cut.
+    for people, `notes` are sentences about what was left out or cut. `show` is how a person reads an example.
     """
 
     train: LabelledExamples
@@ -92,6 +98,7 @@ class LabelledCorpus:
     fingerprint: str
     source: str
     notes: tuple[str, ...]
+    show: Callable[[np.ndarray], str] = decode_text
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -194,9 +201,15 @@ def split_groups(
 
 
 def make_corpus(
-    examples: LabelledExamples, groups: Sequence[str], *, context: int, source: str, notes: Sequence[str]
+    examples: LabelledExamples,
+    groups: Sequence[str],
+    *,
+    context: int,
+    source: str,
+    notes: Sequence[str],
+    part: float = VALIDATION_PART,
 ) -> LabelledCorpus:
-    """Split examples by group, count what the context cuts, and name the result.
+    """Split examples by group, `part` of each class held out, count what the context cuts, and name the result.
 
     Raises:
       ValueError: nothing to hold out, or fewer than two classes.
@@ -205,15 +218,15 @@ def make_corpus(
     classes = len(set(examples.labels_E.tolist()))
     if classes < 2:
         raise ValueError(f"{source} has {classes} classes with examples; a classifier needs at least 2")
-    is_held_out = split_groups(groups, examples.labels_E.tolist())
-    train, validation = (examples.take(np.flatnonzero(part).tolist()) for part in (~is_held_out, is_held_out))
+    is_held_out = split_groups(groups, examples.labels_E.tolist(), part=part)
+    train, validation = (examples.take(np.flatnonzero(side).tolist()) for side in (~is_held_out, is_held_out))
     if not len(validation):
         raise ValueError(f"{source} has one example a class, and none can be held out for validation")
     cut = examples.count_longer(context)
     cut_note = [f"Cut {cut:,} of {len(examples):,} texts to their first {context} bytes."] if cut else []
     digest = hashlib.sha256("\0".join(examples.names).encode())
-    for part in (train, validation):
-        for array in (part.labels_E, part.ends_E, part.bytes_N):
+    for side in (train, validation):
+        for array in (side.labels_E, side.ends_E, side.bytes_N):
             digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
     words = f"{source}: {len(examples):,} texts of {len(examples.names)} classes"
     return LabelledCorpus(train, validation, digest.hexdigest()[:16], words, (*notes, *cut_note))

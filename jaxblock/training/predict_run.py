@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxblock.models.classifier import Classifier, predict
+from jaxblock.training.digit_corpus import NAME as DIGITS
 from jaxblock.training.labelled import LabelledExamples, LabelledValidation
 from jaxblock.training.run_folder import RunFolder
 from jaxblock.training.weights import load_weights
@@ -31,7 +32,7 @@ def predict_run(path: Path, texts: Sequence[str]) -> list[TextPrediction]:
     run's own, from the first row of metrics.jsonl.
 
     Raises:
-      ValueError: no run, no classifier, no checkpoint, no text, or an empty one.
+      ValueError: no run, no classifier, one of images, no checkpoint, no text, or an empty one.
     """
     folder = RunFolder.open(path)
     run = folder.read_config()
@@ -39,6 +40,11 @@ def predict_run(path: Path, texts: Sequence[str]) -> list[TextPrediction]:
     if task.name != "classifier":
         raise ValueError(
             f"the run in {str(path)!r} has run.task = {run.run.task!r}; only a classifier predicts"
+        )
+    if run.data.path == DIGITS:
+        raise ValueError(
+            f"the run in {str(path)!r} has data.path = {run.data.path!r}: it classifies images, and no text is one; "
+            "jaxblock eval scores it on its held-out images"
         )
     if isinstance(texts, str):
         raise ValueError("texts is one text; it must be a sequence of texts")
@@ -49,7 +55,8 @@ def predict_run(path: Path, texts: Sequence[str]) -> list[TextPrediction]:
         )
     names = tuple(folder.start_row()["classes"])
     model = Classifier(run.model, run.execution, classes=len(names), pooling=task.options["pooling"])
-    like = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    tokens_BT = jnp.zeros((1, run.model.context), jnp.int32)
+    like = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)["params"]
     params = load_weights(path, like, which="average" if run.optimizer.average else "last").params
     examples = LabelledExamples.of(encoded, [0] * len(encoded), names)
     batches = LabelledValidation(examples, context=run.model.context, batch=min(MOST_ROWS, len(encoded)))

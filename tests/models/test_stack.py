@@ -82,6 +82,7 @@ def test_every_execution_equals_scan(residual, wiring, unroll, remat):
     assert_equal_runs(residual, execution, dropout_key(3), wiring=wiring, **DROPOUT)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "execution",
     [

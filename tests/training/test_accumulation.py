@@ -79,6 +79,7 @@ def test_b61_half_precision_gradients_are_summed_in_float32():
 
 
 @pytest.mark.full
+@pytest.mark.full
 def test_dropout_differs_from_piece_to_piece():
     """Eight equal rows: with one mask for all pieces, every piece would have the same loss."""
     run = training(

@@ -85,6 +85,7 @@ def test_weights_that_do_not_fit_are_refused_by_name_before_anything_is_written(
 
 
 @pytest.mark.full
+@pytest.mark.full
 def test_a_run_without_an_average_has_none_to_give(first, text, tmp_path, capsys):
     plain = tmp_path / "plain"
     assert train(text, plain, "--run.steps", "2") == 0
@@ -123,6 +124,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(text, tmp_
         assert checkpoints.steps() == [4, 6]
 
 
+@pytest.mark.full
 @pytest.mark.full
 def test_a_run_that_started_from_another_is_whole_without_it(first, text, tmp_path, monkeypatch):
     """The source is gone when it goes on; and a rewind before the first checkpoint has weights to go back to."""

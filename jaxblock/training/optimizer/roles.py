@@ -28,19 +28,24 @@ HIDDEN_KERNELS: Mapping[str, MatrixAxes] = {
     "key": MatrixAxes((-3,), (-2, -1)),  # [L, D, G, K]
     "value": MatrixAxes((-3,), (-2, -1)),
     "output": MatrixAxes((-3, -2), (-1,)),  # [L, H, K, D]
-    "gate": MatrixAxes((-2,), (-1,)),  # [L, D, F]
+    "gate": MatrixAxes((-2,), (-1,)),  # [L, D, F], of experts [L, E, D, F]
     "up": MatrixAxes((-2,), (-1,)),
-    "down": MatrixAxes((-2,), (-1,)),  # [L, F, D]
+    "down": MatrixAxes((-2,), (-1,)),  # [L, F, D], of experts [L, E, F, D]
 }
 """The kernels between stream and stream; Muon orthogonalises these and no others."""
+ROUTER = "router"
+"""The kernel that scores experts, [L, D, E]: its outputs are no features, so it is read like a head, by AdamW."""
+BLOCK_KERNELS = frozenset({*HIDDEN_KERNELS, ROUTER})
+"""Kernels of the blocks: what sums over the width, and so has a learning rate and a decay that scale with it."""
 MATRICES: Mapping[str, MatrixAxes] = {
     **HIDDEN_KERNELS,
+    ROUTER: MatrixAxes((-2,), (-1,)),
     "head": MatrixAxes((-2,), (-1,)),
     "embedding": MatrixAxes((-2,), (-1,)),
     "position": MatrixAxes((-2,), (-1,)),
 }
 """Every role whose parameters are matrices; Adafactor factors the second moments of these and no others."""
-DECAYED_ROLES = frozenset({*HIDDEN_KERNELS, "head"})
+DECAYED_ROLES = frozenset({*BLOCK_KERNELS, "head"})
 """Dense kernels decay; norms, biases, tables and whatever a residual connection declares do not."""
 UNSCALED = Scaling()
 """The factors of a model at its base, or without one: all 1."""
@@ -68,7 +73,7 @@ def decay_rates(
     """Return a tree of floats: each parameter's weight decay, 0 where it has none."""
 
     def rate(role: str, depth: int, decayed: int) -> float:
-        factor = scaling.hidden_decay if depth and role in HIDDEN_KERNELS else 1.0
+        factor = scaling.hidden_decay if depth and role in BLOCK_KERNELS else 1.0
         return weight_decay * factor * decayed
 
     return jax.tree.map(rate, axes.roles(params), depth_axes(params), decay_mask(params, labels))
@@ -102,7 +107,7 @@ def rate_factors(
         own = rates.get(role, 1.0) * (1.0 if label is None else label.learning_rate)
         if not depth:
             return own
-        return own * (scaling.hidden_rate if role in HIDDEN_KERNELS else scaling.vector_rate)
+        return own * (scaling.hidden_rate if role in BLOCK_KERNELS else scaling.vector_rate)
 
     return jax.tree.map(factor, roles, depth_axes(params), axes.labelled(params, labels))
 

@@ -1,0 +1,402 @@
+"""How a stack starts: growth of the stream along the sublayers, and of the gradient along and with depth. No training.
+
+    python -m experiments.residual_growth [--seeds 12] [--json]
+
+x_l is the stream after sublayer l of S = 2 L, RMS its root mean square, sigma0 = RMS(x_0), s that of a branch. Where
+branches add up uncorrelated and s is the same for all, RMS(x_l)^2 = sigma0^2 + s^2 sum of g^2 over sublayers to l:
+
+    item 1              law for RMS(x_l)                 g                             slope in log l
+    pre_norm            sqrt(sigma0^2 + l s^2)           1                             1/2 (arXiv 2002.04745)
+    post_norm           1                                                              0
+    gpt2                ends at sqrt(sigma0^2 + s^2)     1 / sqrt(S), initial values   no claim
+    layer_norm_scaling  to sqrt(sigma0^2 + 2 s^2 H_L)    1 / sqrt(block), for a ReLU   no claim
+    peri_norm           sqrt(sigma0^2 + l), s = 1        1                             1/2
+    complete_p, residual_multiplier                      2 / L, base depth 2           0, "flat"
+    attention_residual  sqrt(sigma0^2 + (l - 1) s^2) / l, what is read with w = 0      -1/2
+    rezero              sigma0                           0                             0
+
+Three numbers per arm: `slope`, l >= 4; `slope less the law's`, the law with measured sigma0 and s fitted alike: 0 where
+s does not change along the way; `end over the law's`: 1 where branches are uncorrelated. `end against L` is 1/2, but 0
+for post_norm and gpt2 and about -0.42 for complete_p (arXiv 2505.01618, figure 7).
+
+    item 2  last feed-forward's gradient against L: pre_norm -1/2, post_norm 0 (arXiv 2002.04745, theorem 1)
+    item 3  gradient against the block: post_norm rises toward the output (a factor 2 at least), pre_norm is near flat
+            (within a factor 2); and, derived from the Jacobians I + J / sqrt(l), pre_norm falls as block^-1/2
+    item 4  the first block's gradient, decades over 24 blocks: off (`none`, f(norm(x))) it vanishes or explodes like
+            c^24, by a decade at least; on (pre_norm) it stays within one. `bare`, f(x), has no norm either: a norm
+            undoes any common factor of the kernels, in both directions.
+
+A prediction is a band, fixed beforehand. "as predicted": the whole 95 % t interval over seeds lies in it; "not as
+predicted": all of it lies outside; else "not resolved", as where it has both the prediction and the alternative, which
+no band has. Any verdict is a result: the exit code is 0.
+
+Writes results/residual_growth.csv and .md and figures/residual_growth.png. Wall time: about 6 minutes on two cores.
+"""
+
+import argparse
+import csv
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from jaxblock import Decoder, ModelConfig, __version__
+from jaxblock.functional import cross_entropy
+from jaxblock.residual import Topology
+from jaxblock.sweeps.statistics.estimate import Estimate, Refusal
+from jaxblock.sweeps.statistics.fits import power_law
+from jaxblock.sweeps.statistics.means import mean_interval
+from jaxblock.types import Array, Branch, Params
+
+HERE, NAME = Path(__file__).parent, "residual_growth"
+DEPTHS, DEPTH, BASE_DEPTH = (2, 6, 12, 24, 48), 24, 2
+WIDTH, LENGTH, BATCH = 128, 32, 4
+SIZES = {"vocab_size": 256, "context": LENGTH, "width": WIDTH, "heads": 4, "feed_forward": "relu"}
+LEAST_SEEDS, FIRST = 5, 4  # slopes along the sublayers from the 4th on: the embedding bends the first
+AS, NOT, OPEN = "as predicted", "not as predicted", "not resolved"
+Sizes = Mapping[str, np.ndarray]
+Measured = Mapping[str, Mapping[int, Sizes]]
+"""Arm -> L -> what was measured, [R, ...], R seeds: `stream_sizes` and `gradient_sizes`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a number is predicted to be: in a band [low, high], or with `outside` not in it."""
+
+    low: float
+    high: float
+    alternative: float | None = None
+    """What it is if the claim is wrong; never as predicted."""
+    outside: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an empty band, or one that allows the alternative."""
+        if not self.low < self.high:
+            raise ValueError(f"a band has low < high; got {self.low} and {self.high}")
+        if self.alternative is not None and (self.low <= self.alternative <= self.high) != self.outside:
+            raise ValueError(f"{self.words} allows the alternative {self.alternative:g}")
+
+    @property
+    def words(self) -> str:
+        """The prediction as it is printed."""
+        if self.outside:
+            return f"below {self.low:g} or above {self.high:g}"
+        if self.high == np.inf:
+            return f"at least {self.low:g}"
+        return f"{(self.low + self.high) / 2:.3g} ± {(self.high - self.low) / 2:.3g}"
+
+    def verdict(self, found: Estimate | Refusal) -> str:
+        """Return `AS`, `NOT` or `OPEN`, by where the whole interval lies."""
+        if isinstance(found, Refusal):
+            return OPEN
+        inside = self.low <= found.low and found.high <= self.high
+        beyond = found.high < self.low or found.low > self.high
+        good, bad = (beyond, inside) if self.outside else (inside, beyond)
+        return AS if good else NOT if bad else OPEN
+
+
+def near(value: float, tolerance: float, alternative: float | None = None) -> Claim:
+    """Return the claim that a number is `value`, give or take the tolerance."""
+    return Claim(low=value - tolerance, high=value + tolerance, alternative=alternative)
+
+
+COLUMNS = ("item", "arm", "quantity", "found", "low", "high", "seeds", "predicted", "alternative", "verdict")
+
+
+class Row(NamedTuple):
+    """One number, what it was predicted to be, and the verdict."""
+
+    item: int
+    arm: str
+    quantity: str
+    found: Estimate | Refusal
+    claim: Claim
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What is printed, by `COLUMNS`; a refused number is None."""
+        x = self.found
+        numbers = (None,) * 4 if isinstance(x, Refusal) else (x.value, x.low, x.high, x.n)
+        predicted = (self.claim.words, self.claim.alternative, self.claim.verdict(x))
+        return dict(zip(COLUMNS, (*self[:3], *numbers, *predicted), strict=True))
+
+
+class Bare(nn.Module):
+    """f(x), the control without skip and without norm."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array, f: Branch) -> Array:
+        """Return the branch of the stream."""
+        return f(x)
+
+
+class Arm(NamedTuple):
+    """One way to connect branches: fields of the config, L -> g where the stream is such a sum, what is claimed of
+    RMS(x_l) along the sublayers and of the last stream against L, a topology that has no name."""
+
+    changes: Mapping[str, str]
+    factors: Callable[[int], Any] | None = None
+    slope: Claim | None = None
+    end: Claim | None = None
+    topology: Topology | None = None
+
+
+MULTIPLIED = lambda depth: BASE_DEPTH / depth  # noqa: E731
+HALF, FLAT = near(0.5, 0.1, alternative=0.0), near(0.0, 0.1, alternative=0.5)
+FALLING, PUBLISHED = near(-0.5, 0.1, alternative=0.0), near(-0.425, 0.125, alternative=0.0)
+COMPLETE_P = {"parametrization": f"complete_p(base_depth={BASE_DEPTH}, base_width={WIDTH})"}
+MULTIPLIER = {"residual": f"residual_multiplier(base_depth={BASE_DEPTH})"}
+BARE = Topology(Bare, "f(x)", "control, neither skip nor norm", final_norm=False)
+ARMS: Mapping[str, Arm] = {
+    "pre_norm": Arm({"residual": "pre_norm"}, lambda depth: 1.0, HALF, HALF),
+    "post_norm": Arm({"residual": "post_norm"}, None, FLAT, FLAT),
+    "gpt2": Arm({"initialization": "gpt2"}, lambda depth: (2 * depth) ** -0.5, None, FLAT),
+    "layer_norm_scaling": Arm(
+        {"residual": "layer_norm_scaling"}, lambda depth: np.repeat(np.arange(1.0, depth + 1), 2) ** -0.5
+    ),
+    "peri_norm": Arm({"residual": "peri_norm"}, lambda depth: 1.0, HALF),
+    "complete_p": Arm(COMPLETE_P, MULTIPLIED, FLAT, PUBLISHED),
+    "residual_multiplier": Arm(MULTIPLIER, MULTIPLIED, FLAT),
+    "attention_residual": Arm({"residual": "attention_residual"}, None, FALLING),
+    "rezero": Arm({"residual": "rezero"}, lambda depth: 0.0, FLAT),
+    "none": Arm({"residual": "none"}),
+    "bare": Arm({}, topology=BARE),
+}
+STREAMS, GRADIENTS = list(ARMS)[:-2], ("pre_norm", "post_norm", "none", "bare")
+"""Arms whose stream is looked at, and those whose gradient is, at every depth."""
+LAST = {"pre_norm": near(-0.5, 0.15, alternative=0.0), "post_norm": near(0.0, 0.15, alternative=-0.5)}
+RISES, LEVEL = Claim(low=1.0, high=np.inf, alternative=0.0), Claim(low=-1.0, high=1.0)
+COMPOUNDS = Claim(low=-1.0, high=1.0, alternative=0.0, outside=True)
+
+
+def rms(x: Array, *, leading: int) -> Array:
+    """Return the root mean square over all axes but the first `leading`."""
+    return jnp.sqrt(jnp.mean(jnp.square(x), axis=tuple(range(leading, x.ndim))))
+
+
+def stream_sizes(embedded_BTD: Array, intermediates: Mapping[str, Any]) -> dict[str, Array]:
+    """Return "stream", RMS(x_l) from l = 0, [S + 1], and "added", RMS(x_l - x_(l-1)), [S].
+
+    Where the stream is a history: what sublayers read with equal weights, from sublayer 1 to the read that closes the
+    stack, what they wrote, and "closed", the size of that last read as the model made it.
+    """
+    blocks = intermediates["blocks"]
+    both = ("resid_mid", "resid_post") if "resid_mid" in blocks else ("attention_out", "feed_forward_out")
+    after_SBTD = jnp.stack([blocks[name] for name in both], 1).reshape(-1, *embedded_BTD.shape)
+    rows_NBTD = jnp.concatenate([embedded_BTD[None], after_SBTD])
+    if "resid_mid" in blocks:
+        return {"stream": rms(rows_NBTD, leading=1), "added": rms(jnp.diff(rows_NBTD, axis=0), leading=1)}
+    read_N = rms(jnp.cumsum(rows_NBTD, axis=0), leading=1) / jnp.arange(1, len(rows_NBTD) + 1)
+    closed = rms(intermediates["resid_final"], leading=0)
+    return {"stream": read_N, "added": rms(after_SBTD, leading=1), "closed": closed}
+
+
+def gradient_sizes(blocks: Params) -> dict[str, Array]:
+    """Return norms of gradients, [L]: the feed-forward's second kernel, all of the feed-forward, all of the block."""
+
+    def norm(tree: Params) -> Array:
+        squares = [jnp.sum(jnp.square(x), axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(tree)]
+        return jnp.sqrt(jnp.sum(jnp.stack(squares), axis=0))
+
+    down, whole = blocks["feed_forward"]["down"]["kernel"], blocks["feed_forward"]
+    return {"down": norm(down), "feed_forward": norm(whole), "block": norm(blocks)}
+
+
+def measure(arm: str, depth: int, seeds: int) -> Sizes:
+    """Return the sizes of an arm at its initial values; each seed has parameters, tokens and targets of its own."""
+    changes, topology = ARMS[arm].changes, ARMS[arm].topology
+    model = Decoder(ModelConfig(**{**SIZES, "depth": depth, **changes}), topology=topology)
+
+    def loss(params: Params, tokens_BT: Array, targets_BT: Array) -> tuple[Array, dict[str, Array]]:
+        logits_BTV, kept = model.apply({"params": params}, tokens_BT, mutable=["intermediates"])
+        embedded_BTD = params["embedding"]["table"][tokens_BT] + params["positions"]["table"][None]
+        return cross_entropy(logits_BTV, targets_BT).loss, stream_sizes(embedded_BTD, kept["intermediates"])
+
+    def of_seed(seed: Array) -> dict[str, Array]:
+        keys = jax.random.split(jax.random.key(seed))
+        tokens_BT, targets_BT = jax.random.randint(keys[0], (2, BATCH, LENGTH), 0, model.config.vocab_size)
+        params = model.init(keys[1], tokens_BT)["params"]
+        if arm not in GRADIENTS:
+            return loss(params, tokens_BT, targets_BT)[1]
+        gradient, sizes = jax.grad(loss, has_aux=True)(params, tokens_BT, targets_BT)
+        return {**sizes, **gradient_sizes(gradient["blocks"])}
+
+    of_all = jax.jit(lambda seeds_R: jax.lax.map(of_seed, seeds_R))  # vmap takes twice as long to compile
+    found = {name: np.asarray(x, np.float64) for name, x in of_all(jnp.arange(seeds)).items()}
+    if "closed" in found and not np.allclose(found["closed"], found["stream"][:, -1], rtol=1e-4):
+        raise RuntimeError(f"{arm}: the stack closes with another read than the mean of its history")
+    return found
+
+
+def law(arm: str, depth: int, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return RMS(x_l) from l = 1 on, [l, R], the same by the law with measured sigma0 and s, and s, [R]."""
+    start_R, stream_NR, added_SR = sizes["stream"][:, 0], sizes["stream"].T, sizes["added"].T
+    root_mean = lambda x_SR: np.sqrt(np.mean(np.square(x_SR), axis=0))  # noqa: E731
+    factors = ARMS[arm].factors
+    if arm == "attention_residual":
+        s_R, l_N = root_mean(added_SR), np.arange(1.0, len(stream_NR) + 1)[:, None]
+        return stream_NR, np.sqrt(start_R**2 + (l_N - 1) * s_R**2) / l_N, s_R
+    if factors is None:
+        return stream_NR[1:], np.ones_like(added_SR), root_mean(added_SR)
+    g_S = np.broadcast_to(factors(depth), len(added_SR))
+    s_R = root_mean(added_SR / g_S[:, None]) if g_S.any() else np.zeros_like(start_R)
+    return stream_NR[1:], np.sqrt(start_R**2 + np.outer(np.cumsum(g_S**2), s_R**2)), s_R
+
+
+def exponent(x: Sequence[float] | np.ndarray, y_NR: np.ndarray) -> Estimate | Refusal:
+    """Return d log y / d log x: the mean of one slope per seed, with its t interval."""
+    found = power_law(np.asarray(x, np.float64), y_NR)
+    return found if isinstance(found, Refusal) else found.exponent
+
+
+def line(x: Sequence[float] | np.ndarray, y_NR: np.ndarray) -> Estimate | Refusal:
+    """Return d y / d x, likewise; refused where a value is not finite."""
+    if not np.isfinite(y_NR).all():
+        return Refusal(rule="no_values", sentence="some values are not finite")
+    centred_N = np.asarray(x, np.float64) - np.mean(x)
+    return mean_interval(centred_N @ y_NR / np.square(centred_N).sum())
+
+
+def over_depths(measured: Measured, arm: str, name: str, place: int) -> np.ndarray:
+    """Return a quantity at one place of the stack, [L, R], for every L in `DEPTHS`."""
+    return np.stack([measured[arm][depth][name][:, place] for depth in DEPTHS])
+
+
+def stream_rows(measured: Measured) -> list[Row]:
+    """Return item 1: along the sublayers at L = 24, then the last stream against L."""
+    rows = []
+    for name in STREAMS:
+        stream_NR, law_NR, _ = law(name, DEPTH, measured[name][DEPTH])
+        ratio_NR = stream_NR / law_NR  # its slope is the difference of the two
+        l_N, kept = np.arange(FIRST, len(stream_NR) + 1), slice(FIRST - 1, None)
+        if ARMS[name].slope is not None:
+            rows.append(Row(1, name, "slope", exponent(l_N, stream_NR[kept]), ARMS[name].slope))
+        rows.append(Row(1, name, "slope less the law's", exponent(l_N, ratio_NR[kept]), near(0.0, 0.1)))
+        rows.append(Row(1, name, "end over the law's", mean_interval(ratio_NR[-1]), near(1.0, 0.1)))
+        if ARMS[name].end is not None:
+            found = exponent(DEPTHS, over_depths(measured, name, "stream", -1))
+            rows.append(Row(1, name, "end against L", found, ARMS[name].end))
+    return rows
+
+
+def gradient_rows(measured: Measured) -> list[Row]:
+    """Return items 2 to 4."""
+    rows, l_L = [], np.arange(1, DEPTH + 1)
+    for arm, claim in LAST.items():
+        for name in ("down", "feed_forward"):
+            found = exponent(DEPTHS, over_depths(measured, arm, name, -1))
+            rows.append(Row(2, arm, f"last {name} against L", found, claim))
+    for arm, claim in (("post_norm", RISES), ("pre_norm", LEVEL)):
+        for name in ("down", "block"):
+            y_LR = measured[arm][DEPTH][name].T
+            found = line(l_L / (DEPTH - 1), np.log2(y_LR))
+            rows.append(Row(3, arm, f"{name}, doublings from first to last", found, claim))
+            if arm == "pre_norm":
+                rows.append(Row(3, arm, f"{name}, slope in log block", exponent(l_L, y_LR), LAST[arm]))
+    for arm, claim in (("none", COMPOUNDS), ("bare", COMPOUNDS), ("pre_norm", LEVEL)):
+        y_LR = np.log10(over_depths(measured, arm, "block", 0))
+        found = mean_interval(y_LR[DEPTHS.index(DEPTH)])
+        rows.append(Row(4, arm, f"first block, log10 at L = {DEPTH}", found, claim))
+        found = line(np.array(DEPTHS) / DEPTH, y_LR)
+        rows.append(Row(4, arm, f"first block, decades in {DEPTH} blocks", found, claim))
+    return rows
+
+
+def write(folder: Path, rows: Sequence[Row], measured: Measured, seconds: float) -> str:
+    """Write the table and the page, a line per item, arm and quantity; return the page."""
+    records = [row.record for row in rows]
+    shown = lambda x: "" if x is None else f"{x:+.3f}" if isinstance(x, float) else str(x)  # noqa: E731
+    cells = [[shown(x) for x in record.values()] for record in records]
+    with (folder / f"{NAME}.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *cells])
+    versions = f"jaxblock {__version__}, jax {jax.__version__}, flax {flax.__version__}"
+    verdicts = [record["verdict"] for record in records]
+    counts = ", ".join(f"{verdicts.count(word)} {word}" for word in (AS, NOT, OPEN))
+    middle = [(arm, measured[arm][DEPTH]) for arm in STREAMS]
+    sizes = [f"{arm} {x['stream'][:, 0].mean():.3f}, {law(arm, DEPTH, x)[2].mean():.3f}" for arm, x in middle]
+    lines = [
+        "# How a stack starts",
+        f"`python -m experiments.{NAME}`: {seconds:.0f} s on {jax.default_backend()}; {versions}, "
+        f"numpy {np.__version__}, Python {sys.version.split()[0]}.",
+        f"Width {WIDTH}, 4 heads, ReLU, {BATCH} x {LENGTH} random tokens, L = {DEPTH} blocks, or "
+        f"{', '.join(map(str, DEPTHS))} where a number is against L. Mean and 95 % t interval over seeds. Predictions "
+        f"and sources: `python -m pydoc experiments.{NAME}`. Figure: `experiments/figures/{NAME}.png`.",
+        f"{len(rows)} predictions: {counts}.",
+        "\n".join(f"| {' | '.join(row)} |" for row in [COLUMNS, ["---"] * len(COLUMNS), *cells]),
+        f"Measured sigma0 and s: {'; '.join(sizes)}.",
+    ]
+    text = "\n\n".join(lines) + "\n"
+    (folder / f"{NAME}.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def band(panel: Axes, x_N: Sequence[int] | np.ndarray, y_NR: np.ndarray, arm: str, label: str = "") -> None:
+    """Draw the geometric mean over seeds, and smallest to largest seed as a band."""
+    color = "black" if arm == "bare" else f"C{list(ARMS).index(arm)}"
+    panel.plot(x_N, np.exp(np.log(y_NR).mean(1)), color=color, marker=".", ms=4, lw=1.2, label=label or arm)
+    panel.fill_between(x_N, y_NR.min(1), y_NR.max(1), color=color, alpha=0.2, lw=0)
+
+
+def draw(path: Path, measured: Measured) -> None:
+    """Draw an item per panel."""
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    one, two, three, four = figure.subplots(2, 2).flat
+    for arm in STREAMS:
+        stream_NR, law_NR, _ = law(arm, DEPTH, measured[arm][DEPTH])
+        band(one, np.arange(1, len(stream_NR) + 1), stream_NR, arm)
+        one.plot(np.arange(1, len(stream_NR) + 1), law_NR.mean(1), "k--", lw=0.7)
+    one.set(title=f"1  RMS(x_l), L = {DEPTH}; dashed: the law", xlabel="l, sublayers", xscale="log")
+    for arm, slope in (("pre_norm", -0.5), ("post_norm", 0.0)):
+        last_LR = over_depths(measured, arm, "down", -1)
+        band(two, DEPTHS, last_LR, arm)
+        two.plot(DEPTHS, last_LR[0].mean() * (np.array(DEPTHS) / DEPTHS[0]) ** slope, "k--", lw=0.7)
+        band(three, np.arange(1, DEPTH + 1), measured[arm][DEPTH]["down"].T, arm)
+    two.set(title="2  gradient of the last down kernel; dashed: predicted", xlabel="L, blocks", xscale="log")
+    three.set(title=f"3  gradient of each down kernel, L = {DEPTH}", xlabel="block, from the input")
+    for arm, words in (("pre_norm", "x + f(norm(x))"), ("none", "f(norm(x))"), ("bare", "f(x)")):
+        band(four, DEPTHS, over_depths(measured, arm, "block", 0), arm, f"{arm}, {words}")
+    four.set(title="4  gradient of the first block, skip on and off", xlabel="L, blocks")
+    for panel in (one, two, three, four):
+        panel.set_yscale("log")
+        panel.legend(frameon=False, fontsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> int:
+    """Measure, write, draw, print; a verdict of any kind is a result."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--seeds", type=int, default=12, help=f"at least {LEAST_SEEDS}")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the page")
+    arguments = parser.parse_args()
+    if arguments.seeds < LEAST_SEEDS:
+        parser.error(f"--seeds is {arguments.seeds}; an interval over seeds needs at least {LEAST_SEEDS}")
+    begun = time.perf_counter()
+    measured: dict[str, dict[int, Sizes]] = {}
+    for name, arm in ARMS.items():
+        depths = DEPTHS if name in GRADIENTS or arm.end is not None else (DEPTH,)
+        measured[name] = {depth: measure(name, depth, arguments.seeds) for depth in depths}
+        print(f"{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)
+    rows = stream_rows(measured) + gradient_rows(measured)
+    text = write(HERE / "results", rows, measured, time.perf_counter() - begun)
+    draw(HERE / "figures" / f"{NAME}.png", measured)
+    print(json.dumps([row.record for row in rows]) if arguments.json else text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
