@@ -64,7 +64,6 @@ OFF_START: Mapping[str, float] = {
     "learned_scale": 0.5,
     "highway": 1.0,
     "laurel": 0.3,
-    "input_injection": 0.3,
     "unet": 1.0,
     "dense_former": 0.3,
     "attention_residual": 0.2,
@@ -250,13 +249,18 @@ def write_table(path: Path, pictures: Sequence[Picture]) -> None:
 
 
 def draw(path: Path, pictures: Sequence[Picture]) -> None:
-    """Draw each matrix in a scale of its own: white = 0, red above, blue below, the largest weight in the title."""
+    """Draw each matrix in a scale of its own: white = 0, red above, blue below, the largest weight in the title.
+
+    The largest is that of what sublayers read: of several streams the closed row is a sum. Colour goes with a weight's
+    square root, so that what decays with depth is still seen.
+    """
     rows = -(-len(pictures) // COLUMNS)
     figure = Figure(figsize=(1.85 * COLUMNS, 2.2 * rows + 0.6), layout="constrained")
     panels = figure.subplots(rows, COLUMNS, squeeze=False).flat
     for picture, panel in zip(pictures, panels, strict=False):
-        largest = float(np.abs(picture.weights).max())
-        panel.imshow(picture.weights, cmap="RdBu_r", vmin=-largest, vmax=largest, interpolation="nearest")
+        largest = float(np.abs(picture.weights[:-1]).max())
+        shade = np.sign(picture.weights) * np.sqrt(np.abs(picture.weights) / largest)
+        panel.imshow(shade, cmap="RdBu_r", vmin=-1.0, vmax=1.0, interpolation="nearest")
         name = picture.name.replace("(", "\n(", 1) if "(" in picture.name else picture.name
         panel.set_title(f"{name}\n{picture.at}, max {largest:.3g}", fontsize=7)
         panel.set(xticks=[], yticks=[])
@@ -264,7 +268,10 @@ def draw(path: Path, pictures: Sequence[Picture]) -> None:
         panel.axis("off")
     figure.supxlabel("source: embedding, then the output of each sublayer", fontsize=9)
     figure.supylabel("read by: each sublayer, then the final norm", fontsize=9)
-    figure.suptitle("What is read of what was written before: depth-mixing matrices", fontsize=10)
+    figure.suptitle(
+        "What is read of what was written before; colour: square root of weight / largest that a sublayer reads",
+        fontsize=10,
+    )
     figure.savefig(path, dpi=130)
 
 

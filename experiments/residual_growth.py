@@ -235,10 +235,7 @@ def measure(arm: str, depth: int, seeds: int) -> Sizes:
         return {**sizes, **gradient_sizes(gradient["blocks"])}
 
     of_all = jax.jit(lambda seeds_R: jax.lax.map(of_seed, seeds_R))  # vmap takes twice as long to compile
-    found = {name: np.asarray(x, np.float64) for name, x in of_all(jnp.arange(seeds)).items()}
-    if "closed" in found and not np.allclose(found["closed"], found["stream"][:, -1], rtol=1e-4):
-        raise RuntimeError(f"{arm}: the stack closes with another read than the mean of its history")
-    return found
+    return {name: np.asarray(x, np.float64) for name, x in of_all(jnp.arange(seeds)).items()}
 
 
 def law(arm: str, depth: int, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -246,7 +243,9 @@ def law(arm: str, depth: int, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.
     start_R, stream_NR, added_SR = sizes["stream"][:, 0], sizes["stream"].T, sizes["added"].T
     root_mean = lambda x_SR: np.sqrt(np.mean(np.square(x_SR), axis=0))  # noqa: E731
     factors = ARMS[arm].factors
-    if arm == "attention_residual":
+    if "closed" in sizes:
+        if not np.allclose(sizes["closed"], stream_NR[-1], rtol=1e-4):
+            raise RuntimeError(f"{arm}: the stack closes with another read than the mean of its history")
         s_R, l_N = root_mean(added_SR), np.arange(1.0, len(stream_NR) + 1)[:, None]
         return stream_NR, np.sqrt(start_R**2 + (l_N - 1) * s_R**2) / l_N, s_R
     if factors is None:
@@ -257,17 +256,9 @@ def law(arm: str, depth: int, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def exponent(x: Sequence[float] | np.ndarray, y_NR: np.ndarray) -> Estimate | Refusal:
-    """Return d log y / d log x: the mean of one slope per seed, with its t interval."""
+    """Return d log y / d log x, a slope per seed, mean and t interval; for x = 10^z that is the decades of y per z."""
     found = power_law(np.asarray(x, np.float64), y_NR)
     return found if isinstance(found, Refusal) else found.exponent
-
-
-def line(x: Sequence[float] | np.ndarray, y_NR: np.ndarray) -> Estimate | Refusal:
-    """Return d y / d x, likewise; refused where a value is not finite."""
-    if not np.isfinite(y_NR).all():
-        return Refusal(rule="no_values", sentence="some values are not finite")
-    centred_N = np.asarray(x, np.float64) - np.mean(x)
-    return mean_interval(centred_N @ y_NR / np.square(centred_N).sum())
 
 
 def over_depths(measured: Measured, arm: str, name: str, place: int) -> np.ndarray:
@@ -302,20 +293,21 @@ def gradient_rows(measured: Measured) -> list[Row]:
     for arm, claim in (("post_norm", RISES), ("pre_norm", LEVEL)):
         for name in ("down", "block"):
             y_LR = measured[arm][DEPTH][name].T
-            found = line(l_L / (DEPTH - 1), np.log2(y_LR))
+            found = exponent(2.0 ** (l_L / (DEPTH - 1)), y_LR)
             rows.append(Row(3, arm, f"{name}, doublings from first to last", found, claim))
             if arm == "pre_norm":
                 rows.append(Row(3, arm, f"{name}, slope in log block", exponent(l_L, y_LR), LAST[arm]))
     for arm, claim in (("none", COMPOUNDS), ("bare", COMPOUNDS), ("pre_norm", LEVEL)):
-        y_LR = np.log10(over_depths(measured, arm, "block", 0))
-        found = mean_interval(y_LR[DEPTHS.index(DEPTH)])
-        rows.append(Row(4, arm, f"first block, log10 at L = {DEPTH}", found, claim))
-        found = line(np.array(DEPTHS) / DEPTH, y_LR)
+        first_R = measured[arm][DEPTH]["block"][:, 0]
+        rows.append(
+            Row(4, arm, f"first block, log10 at L = {DEPTH}", mean_interval(np.log10(first_R)), claim)
+        )
+        found = exponent(10.0 ** (np.array(DEPTHS) / DEPTH), over_depths(measured, arm, "block", 0))
         rows.append(Row(4, arm, f"first block, decades in {DEPTH} blocks", found, claim))
     return rows
 
 
-def write(folder: Path, rows: Sequence[Row], measured: Measured, seconds: float) -> str:
+def write(folder: Path, rows: Sequence[Row], measured: Measured, *, run: str) -> str:
     """Write the table and the page, a line per item, arm and quantity; return the page."""
     records = [row.record for row in rows]
     shown = lambda x: "" if x is None else f"{x:+.3f}" if isinstance(x, float) else str(x)  # noqa: E731
@@ -329,8 +321,7 @@ def write(folder: Path, rows: Sequence[Row], measured: Measured, seconds: float)
     sizes = [f"{arm} {x['stream'][:, 0].mean():.3f}, {law(arm, DEPTH, x)[2].mean():.3f}" for arm, x in middle]
     lines = [
         "# How a stack starts",
-        f"`python -m experiments.{NAME}`: {seconds:.0f} s on {jax.default_backend()}; {versions}, "
-        f"numpy {np.__version__}, Python {sys.version.split()[0]}.",
+        f"{run} on {jax.default_backend()}; {versions}, numpy {np.__version__}, Python {sys.version.split()[0]}.",
         f"Width {WIDTH}, 4 heads, ReLU, {BATCH} x {LENGTH} random tokens, L = {DEPTH} blocks, or "
         f"{', '.join(map(str, DEPTHS))} where a number is against L. Mean and 95 % t interval over seeds. Predictions "
         f"and sources: `python -m pydoc experiments.{NAME}`. Figure: `experiments/figures/{NAME}.png`.",
@@ -392,7 +383,9 @@ def main() -> int:
         measured[name] = {depth: measure(name, depth, arguments.seeds) for depth in depths}
         print(f"{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)
     rows = stream_rows(measured) + gradient_rows(measured)
-    text = write(HERE / "results", rows, measured, time.perf_counter() - begun)
+    spent = f"{time.perf_counter() - begun:.0f} s ({time.process_time():.0f} s of processor time)"
+    run = f"`python -m experiments.{NAME} --seeds {arguments.seeds}`: {spent}"
+    text = write(HERE / "results", rows, measured, run=run)
     draw(HERE / "figures" / f"{NAME}.png", measured)
     print(json.dumps([row.record for row in rows]) if arguments.json else text)
     return 0

@@ -3,8 +3,8 @@
     h = sum_i a_i x_i,    x_j' = sum_i R_ij x_i + b_j u        (R_ij: from stream i to stream j, mHC's R transposed)
 
 Streams are M arrays [B, T, D]; a weight is one number, or one per token [B, T]. All sums are multiply-adds over whole
-streams: a product of an M x M with an M x D matrix per token is several times slower, forward and backward. Weights
-and sums are float32 (float64 stays float64); results have the streams' dtype.
+streams, which a compiler fuses; a product of an M x M with an M x D matrix per token is slower, forward and backward.
+Weights and sums are float32 (float64 stays float64); results have the streams' dtype.
 Sources: hyper-connections arXiv 2409.19606, fractions of one stream arXiv 2503.14125, doubly stochastic R
 arXiv 2512.24880 (Sinkhorn) and 2601.05732 (permutations).
 """

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -137,14 +138,19 @@ def convolution(x_BTD: Array, kernel: Array, bias: Array | None = None, *, grid:
     columns = _columns(grid, length)
     taps, (above, left) = kernel.shape[:2], _before(grid, kernel.shape[:2])
     around = ((0, 0), (above, taps[0] - 1 - above), (left, taps[1] - 1 - left), (0, 0))
-    padded_BRCD = jnp.pad(x_BTD.reshape(batch, grid.rows, columns, width), around)
-    matrices, wide = kernel.astype(x_BTD.dtype), jnp.promote_types(x_BTD.dtype, jnp.float32)
+    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
 
-    def tap(i: int, j: int) -> Array:
-        rows = padded_BRCD[:, i : i + grid.rows, j : j + columns].reshape(-1, width)
-        return jnp.matmul(rows, matrices[i, j], preferred_element_type=wide)
+    def sum_taps(x_BTD: Array, kernel: Array) -> Array:
+        padded_BRCD = jnp.pad(x_BTD.reshape(batch, grid.rows, columns, width), around)
 
-    y = functools.reduce(jnp.add, itertools.starmap(tap, np.ndindex(*taps)))
+        def tap(i: int, j: int) -> Array:
+            rows = padded_BRCD[:, i : i + grid.rows, j : j + columns].reshape(-1, width)
+            return jnp.matmul(rows, kernel[i, j], preferred_element_type=wide)
+
+        return functools.reduce(jnp.add, itertools.starmap(tap, np.ndindex(*taps)))
+
+    # Kept for the backward pass is x, not a shifted copy of it for every tap.
+    y = jax.checkpoint(sum_taps, prevent_cse=False)(x_BTD, kernel.astype(x_BTD.dtype))
     if bias is not None:
         chex.assert_shape(bias, kernel.shape[3:])
         y = y + bias.astype(wide)[None]

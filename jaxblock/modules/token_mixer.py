@@ -56,9 +56,7 @@ class TokenMixer(nn.Module):
                 "Views(query, key, value); only attention reads views"
             )
         self._check_pattern(pattern)
-        if self.is_mutable_collection(
-            "params"
-        ):  # they depend on no length: a stack makes them from one token
+        if self.is_mutable_collection("params"):  # they depend on no length: made from one token
             zeros_BTD = jnp.zeros((1, self.config.context, self.config.width), x_BTD.dtype)
             self._mix(zeros_BTD, AttentionPattern(causal=pattern.causal))
             return jnp.zeros_like(x_BTD)

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxblock.accounting import abstract_parameters, count_parameters, decoder_parameters, kv_cache_bytes
+from jaxblock.accounting import (
+    abstract_parameters,
+    count_parameters,
+    decoder_parameters,
+    kept_bytes,
+    kv_cache_bytes,
+)
 from jaxblock.accounting.flops import flop_parts
 from jaxblock.accounting.token_mixing import mixing_parameters
 from jaxblock.axes import path_name, roles
@@ -251,6 +257,16 @@ def test_a_decoder_with_a_convolution_is_counted_by_its_formula_and_has_no_cache
             lambda p: Decoder(model_config).apply({"params": p}, tokens(1, 2), cache=cache),
             abstract_parameters(model_config),
         )
+
+
+def test_a_larger_kernel_keeps_no_more_for_the_backward_pass():
+    """x is kept, and not one shifted copy of it for every tap."""
+    kept = []
+    for size in (1, 4):
+        model_config = small(f"convolution(size={size})")
+        params = abstract_parameters(model_config)
+        kept.append(kept_bytes(model_config, ExecutionConfig(), params, batch=64, length=6).blocks)
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

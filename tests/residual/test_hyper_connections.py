@@ -53,7 +53,8 @@ def hyper(x, weights, params, *, streams, activation="tanh"):
         h = sum(table[i, 0] * states[i] for i in range(streams))
         u = np.tanh(rms(h) * p["norm"]["scale"] @ weights[n])
         states = [
-            sum(table[i, 1 + j] * states[i] for i in range(streams)) + table[j, -1] * u for j in range(streams)
+            sum(table[i, 1 + j] * states[i] for i in range(streams)) + table[j, -1] * u
+            for j in range(streams)
         ]
     return sum(states)
 
@@ -185,7 +186,10 @@ def test_i26_the_start_is_pre_norm_and_every_stream_is_the_same():
 
 
 def test_i26_dynamic_without_its_projection_is_static():
-    dynamic, static = "hyper_connections(streams=2, activation='none')", "hyper_connections(streams=2, weights='static')"
+    dynamic, static = (
+        "hyper_connections(streams=2, activation='none')",
+        "hyper_connections(streams=2, weights='static')",
+    )
 
     def without(keep):
         return lambda _, p: {**p, "dynamic": keep * p["dynamic"]}
@@ -333,7 +337,10 @@ def test_the_projection_decays_and_nothing_else(name):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("hyper_connections(streams=0)", "model.residual: streams is 0; it must be a whole number of at least 1"),
+        (
+            "hyper_connections(streams=0)",
+            "model.residual: streams is 0; it must be a whole number of at least 1",
+        ),
         ("hyper_connections(weights='fixed')", "weights is 'fixed'; it must be one of dynamic, static"),
         ("hyper_connections(activation='relu')", "activation is 'relu'; it must be one of none, tanh"),
         (

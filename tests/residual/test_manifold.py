@@ -1,5 +1,6 @@
 """Manifold-constrained hyper-connections against their papers, in numpy float64, and what the constraint gives."""
 
+import importlib
 import itertools
 import re
 
@@ -32,6 +33,8 @@ from tests.residual.test_hyper_connections import (
 )
 from tests.small import config
 
+# The module: the package has a factory of the same name.
+MODULE = importlib.import_module(mix_start.__module__)
 SINKHORN = "manifold_hyper_connections(streams=3)"
 PERMUTATIONS = "manifold_hyper_connections(streams=3, mixing='permutations')"
 BOTH = pytest.mark.parametrize("name", [SINKHORN, PERMUTATIONS], ids=["sinkhorn", "permutations"])
@@ -86,7 +89,9 @@ def test_manifold_hyper_connections_equal_their_paper(name):
     np.testing.assert_allclose(closed, manifold(*given(), params, iterations=kinds[0]), rtol=5e-5, atol=5e-5)
     if name == SINKHORN:
         assert not np.allclose(closed, manifold(*given(), params, iterations=kinds[1]), atol=1e-3)
-    swapped = with_leaf(moved(name), lambda _, p: {**p, "static": p["static"].at[6:].set(p["static"][6:][::-1])})
+    swapped = with_leaf(
+        moved(name), lambda _, p: {**p, "static": p["static"].at[6:].set(p["static"][6:][::-1])}
+    )
     wrong = manifold(*given(), in_float64(swapped), iterations=kinds[0])
     assert not np.allclose(closed, wrong, atol=1e-3)
 
@@ -135,20 +140,27 @@ def test_i31_the_mean_of_the_streams_moves_by_the_mean_of_b_times_u(name, tolera
 
 
 @BOTH
-def test_i31_r_is_not_all_ones(name):
+def test_i31_r_is_not_all_ones(name, monkeypatch):
     """A public reimplementation normalized 1 x n matrices, R = 1 1^T: streams n times larger at every sublayer."""
-    model_config = config(**PLAIN, depth=2)
-    x = draw(2, 3, WIDTH)
-    closed, _ = run_given(Entry(name, topology(name)), model_config, given_branch, x, jnp.zeros((SUBLAYERS, WIDTH)))
-    np.testing.assert_allclose(closed, 3 * x, rtol=1e-5, atol=1e-5)
-    wrong = sinkhorn(mix_start(3, "sinkhorn").reshape(9, 1, 1), iterations=20) if False else np.ones((3, 3))
-    assert not np.allclose(np.linalg.matrix_power(wrong, SUBLAYERS).sum() / 3 * np.asarray(x), 3 * x)
+    model_config, x = config(**PLAIN, depth=2), draw(2, 3, WIDTH)
+
+    def closed():
+        zeros = jnp.zeros((SUBLAYERS, WIDTH))
+        return run_given(Entry(name, topology(name)), model_config, given_branch, x, zeros)[0]
+
+    np.testing.assert_allclose(closed(), 3 * x, rtol=1e-5, atol=1e-5)
+    kind = "sinkhorn" if name == SINKHORN else "mix_permutations"
+    ones = lambda logits, *_, **__: jnp.ones((3, 3, *logits.shape[-2:]))  # noqa: E731
+    monkeypatch.setattr(MODULE, kind, ones)
+    np.testing.assert_allclose(closed(), 3**SUBLAYERS * 3 * x, rtol=1e-5)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_both_mixings_start_at_the_same_matrix(count):
     """((e^4 - 1) I + J) / (e^4 - 1 + M): diagonal 0.948 for M = 4."""
-    one = sinkhorn(jnp.asarray(mix_start(count, "sinkhorn").reshape(count, count), jnp.float32), iterations=20)
+    one = sinkhorn(
+        jnp.asarray(mix_start(count, "sinkhorn").reshape(count, count), jnp.float32), iterations=20
+    )
     other = mix_permutations(jnp.asarray(mix_start(count, "permutations"), jnp.float32), count)
     want = (np.expm1(4.0) * np.eye(count) + 1) / (np.expm1(4.0) + count)
     np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-6)
@@ -160,7 +172,10 @@ def test_i29_the_one_hot_read_parts_the_streams():
     """Read alike, streams stay alike after 4 optimizer steps; read as at the start they part."""
     alike = with_leaf(
         start(SINKHORN),
-        lambda n, p: {**p, "static": p["static"].at[:3].set(-2.0 * jnp.where(jnp.arange(3) == n % 3, 1.0, -1.0))},
+        lambda n, p: {
+            **p,
+            "static": p["static"].at[:3].set(-2.0 * jnp.where(jnp.arange(3) == n % 3, 1.0, -1.0)),
+        },
     )
     spread = applied(SINKHORN, close=Spread)
     apart = float(jnp.abs(spread(trained(SINKHORN, start(SINKHORN)))).max())
