@@ -51,7 +51,7 @@ from jaxblock.sweeps.statistics.basin import Basin
 
 HERE = Path(__file__).parent
 NAME, STEPS, REFERENCE, FULL_HIDDEN = "query_key_grid", 300, "pre_norm", 192
-RATES, SEEDS = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), (0, 1, 2)
+RATES, SEEDS = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), (0, 1, 2)
 MODEL: Mapping[str, Any] = {
     "vocab_size": 256,
     "context": 64,
@@ -110,7 +110,7 @@ def plan_of(cell: Cell, *, steps: int = STEPS) -> Plan:
     model = model_of(cell)
     return build_plan(
         {
-            "sweep": {"name": f"{NAME}_{cell.name}", "workers": 1, "lanes": 15, "chunk": 25, "extend": 2},
+            "sweep": {"name": f"{NAME}_{cell.name}", "workers": 1, "lanes": 21, "chunk": 25, "extend": 2},
             "axes": {"optimizer.learning_rate": list(RATES), "run.seed": list(SEEDS)},
             "run": {"steps": steps},
             "model": {**MODEL, "residual": cell.residual, "hidden": model.num_hidden},

@@ -360,8 +360,11 @@ def draw(path: Path, measured: Measured) -> None:
     for arm, words in (("pre_norm", "x + f(norm(x))"), ("none", "f(norm(x))"), ("bare", "f(x)")):
         band(four, DEPTHS, over_depths(measured, arm, "block", 0), arm, f"{arm}, {words}")
     four.set(title="4  gradient of the first block, skip on and off", xlabel="L, blocks")
+    two.set_xticks(DEPTHS, map(str, DEPTHS))
     for panel in (one, two, three, four):
         panel.set_yscale("log")
+        panel.minorticks_off()
+        panel.set_ylabel("root mean square" if panel is one else "gradient norm")
         panel.legend(frameon=False, fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

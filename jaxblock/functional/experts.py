@@ -85,7 +85,9 @@ def route(x_BTD: Array, router_DE: Array, *, active: int, valid_BT: Array | None
     # Full precision: a rounded score sends tokens elsewhere, and the product is small.
     scores_BTE = jnp.matmul(x_BTD, router_DE.astype(wide), precision=jax.lax.Precision.HIGHEST)
     probability_BTE = jax.nn.softmax(scores_BTE, axis=-1)
-    gate_BTA, expert_BTA = jax.lax.top_k(probability_BTE, active)
+    expert_BTA = _most_probable(jax.lax.stop_gradient(probability_BTE), active)
+    chosen_BTAE = expert_BTA[..., None] == _numbers(probability_BTE)
+    gate_BTA = jnp.sum(jnp.where(chosen_BTAE, probability_BTE[:, :, None], 0.0), axis=-1)
     if active > 1:
         gate_BTA = gate_BTA / jnp.sum(gate_BTA, axis=-1, keepdims=True)
     return Routing(expert_BTA, gate_BTA, probability_BTE, valid_BT)
@@ -93,7 +95,7 @@ def route(x_BTD: Array, router_DE: Array, *, active: int, valid_BT: Array | None
 
 def choices_per_expert(routing: Routing) -> Array:
     """Return how many choices of real tokens fall on each expert, dropped ones included, float32 [B, E]."""
-    chosen_BTAE = routing.expert_BTA[..., None] == _experts(routing)
+    chosen_BTAE = routing.expert_BTA[..., None] == _numbers(routing.probability_BTE)
     return jnp.sum(chosen_BTAE & routing.valid_BT[..., None, None], axis=(1, 2)).astype(jnp.float32)
 
 
@@ -255,9 +257,21 @@ def _counted(routing: Routing) -> Array:
     return jnp.repeat(routing.valid_BT, routing.expert_BTA.shape[-1], axis=1)
 
 
-def _experts(routing: Routing) -> Array:
-    """Return the numbers of all experts, int32 [1, 1, 1, E]."""
-    return jnp.arange(routing.probability_BTE.shape[-1], dtype=jnp.int32)[None, None, None]
+def _numbers(x_BTE: Array) -> Array:
+    """Return the numbers of the last axis, int32 [1, 1, 1, E]."""
+    return jnp.arange(x_BTE.shape[-1], dtype=jnp.int32)[None, None, None]
+
+
+def _most_probable(x_BTE: Array, active: int) -> Array:
+    """Return where each token's largest entries stand, int32 [B, T, A], the largest first and of equals the first.
+
+    As `jax.lax.top_k`, for which the compiler gathers sharded rows on every device.
+    """
+    numbers_11E, found = _numbers(x_BTE)[0], []
+    for _ in range(active):
+        found.append(jnp.argmax(x_BTE, axis=-1).astype(jnp.int32))
+        x_BTE = jnp.where(numbers_11E == found[-1][..., None], -jnp.inf, x_BTE)
+    return jnp.stack(found, axis=-1)
 
 
 def _group_size(choices: int, experts: int) -> int:

@@ -104,7 +104,7 @@ The fields, the first three required:
   gain(config, role) -> float       factor on the initial values of kernels with that role ("value", "output", ...)
   inner_norm = False                True where branches have a norm before their last kernel, too (Sub-LN)
   labels                            tuple of `Label(pattern, decay, learning_rate)` for the optimizer
-  project(config, params) -> params after every optimizer step
+  project(config, params) -> params before the first optimizer step, and after each
   declared, and tested:
   parameters(config) -> int         of all connections, shared, close and the final norm
   reduces_to                        the topology it equals at its own initial values, norm epsilon tiny
@@ -197,7 +197,7 @@ class Topology:
     labels: tuple[Label, ...] = ()
     """What the optimizer does differently with some of its parameters: decay, own learning rate."""
     project: Callable[[ModelConfig, Params], Params] | None = None
-    """(config, params) -> params: a projection of the whole model's parameters after each optimizer step."""
+    """(config, params) -> params: a projection of the whole model's parameters, at the start and after each step."""
     parameters: Callable[[ModelConfig], int] | None = None
     """Declared: parameters of all connections, `shared`, `close` and the final norm, norms included."""
     reduces_to: str | None = None

@@ -112,9 +112,8 @@ class HyperConnection(nn.Module):
         config, count = self.config, self.streams
         norm = Norm(config, name="norm")
         own = table_parameters(self, self.options, rows=count, columns=count + 2, width=config.width)
-        first_M = jax.nn.one_hot(
-            place(self).sublayer % count, count
-        )  # differs by sublayer, or streams never part
+        # Another stream first at every sublayer: with the same read everywhere streams would stay equal.
+        first_M = jax.nn.one_hot(place(self).sublayer % count, count)
 
         def read(x: Streams, first_M: Array, own: Params) -> tuple[Array, Array]:
             start_MC = jnp.column_stack([first_M, jnp.eye(count), jnp.ones(count)])

@@ -21,6 +21,7 @@ from jaxblock.functional.residual import pre_norm
 from jaxblock.modules import Norm
 from jaxblock.residual.contract import Topology
 from jaxblock.residual.declarations import norm_parameters
+from jaxblock.residual.place import is_first
 from jaxblock.types import Array, Branch
 
 
@@ -59,11 +60,6 @@ class LastState(nn.Module):
     def __call__(self, stream: InjectedStream, shared: None) -> Array:
         """Return what the final norm reads."""
         return stream.x_BTD
-
-
-def is_first(module: nn.Module) -> bool:
-    """Return whether a connection is its block's first: the only one with wiring = "parallel"."""
-    return not (module.name or "").startswith("feed_forward")
 
 
 def input_injection(decay: float = 1.0) -> Topology:

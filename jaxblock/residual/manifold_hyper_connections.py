@@ -4,7 +4,8 @@ z = rms_norm(x_1 .. x_M),  a = sigmoid(s_1 z W_a + c_a),  b = 2 sigmoid(s_2 z W_
 h = sum_i a_i x_i,    x_j' = sum_i R_ij x_i + b_j f(norm(h)),    closed: sum_j x_j                   (arXiv 2512.24880)
 
 S is Sinkhorn's iteration of exp(.), or the mean of all M! permutation matrices under softmax(.) (arXiv 2601.05732).
-The mean of the streams is kept by R at every sublayer, and no product of such matrices is larger than 1.
+No product of such matrices is larger than 1, and R keeps the mean of the streams: exactly with permutations, to what
+the iterations leave with Sinkhorn (a few 1e-3 after 20), as the axis that is normalized last is the one of its sums.
 
 The papers do not say how c, C and W start. Here W = 0, s = 0.01, c_b = 0 (b = 1), C_R such that R has the diagonal
 0.948 for M = 4, and c_a = 2 on stream (number of the sublayer) mod M, -2 on the others, without which streams would
@@ -66,9 +67,8 @@ class ManifoldConnection(nn.Module):
         config, count = self.config, self.streams
         norm = Norm(config, name="norm")
         own = self._own()
-        first_M = jax.nn.one_hot(
-            place(self).sublayer % count, count
-        )  # differs by sublayer, or streams never part
+        # Another stream first at every sublayer: with the same read everywhere streams would stay equal.
+        first_M = jax.nn.one_hot(place(self).sublayer % count, count)
 
         def read(x: Streams, first_M: Array, own: Params) -> tuple[Array, Array, Array]:
             products_CBT = project_all(x, own["dynamic"], epsilon=config.norm_epsilon)

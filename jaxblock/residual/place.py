@@ -39,6 +39,11 @@ def place(module: nn.Module) -> Place:
     return Place(block, sublayer, root.get_variable(COLLECTION, "shared", None))
 
 
+def is_first(module: nn.Module) -> bool:
+    """Return whether a connection is its block's first: the only one with wiring = "parallel"."""
+    return not (module.name or "").startswith("feed_forward")
+
+
 def told_ahead(module: nn.Module) -> Any:
     """Return what `Groups.before` made for this connection's sublayer; None where there is nothing."""
     scope = module.scope

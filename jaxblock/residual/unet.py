@@ -20,8 +20,7 @@ from jaxblock.modules import Norm
 from jaxblock.residual.contract import Topology
 from jaxblock.residual.declarations import norm_parameters
 from jaxblock.residual.history import History, open_history, read_once
-from jaxblock.residual.input_injection import is_first
-from jaxblock.residual.place import place
+from jaxblock.residual.place import is_first, place
 from jaxblock.types import Array, Branch
 
 

@@ -99,7 +99,7 @@ def reference(
     for b in range(batch):
         taken_E, p_E = np.zeros(experts, int), np.zeros(experts)
         for t in np.flatnonzero(valid_BT[b]):
-            scores_E = np.float64(x_BTD[b, t]) @ np.float64(router_DE)
+            scores_E = np.asarray(x_BTD[b, t], np.float64) @ np.asarray(router_DE, np.float64)
             p = np.exp(scores_E - scores_E.max())
             p /= p.sum()
             p_E += p
@@ -111,7 +111,7 @@ def reference(
                     dropped += 1
                     continue
                 taken_E[e] += 1
-                y_BTD[b, t] += gate * expert(np.float64(x_BTD[b, t]), weights, e, activation)
+                y_BTD[b, t] += gate * expert(np.asarray(x_BTD[b, t], np.float64), weights, e, activation)
         real = max(valid_BT[b].sum(), 1)
         f_E = choices_BE[b] / (active * real) if fixed is None else fixed[b]
         loss_B[b] = experts * (f_E * p_E / real).sum()

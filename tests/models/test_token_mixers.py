@@ -279,7 +279,8 @@ def test_flops_are_those_of_the_products(mixer):
     flops, inner = 0, [traced.jaxpr]
     while inner:
         for equation in inner.pop().eqns:
-            inner += [p.jaxpr for p in equation.params.values() if hasattr(p, "jaxpr")]
+            given = equation.params.values()
+            inner += [getattr(p, "jaxpr", p) for p in given if hasattr(getattr(p, "jaxpr", p), "eqns")]
             if equation.primitive.name == "dot_general":
                 ((contracted,), _), _ = equation.params["dimension_numbers"]
                 shape = equation.invars[0].aval.shape

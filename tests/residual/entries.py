@@ -27,6 +27,18 @@ VARIANTS = (
     "attention_residual(key_norm='none')",
     "attention_residual(window=2)",
     "attention_residual(heads=4)",
+    "rezero(norm='pre', share='block')",
+    "layer_scale(start=1.0)",
+    "mix_norm(post=0.67)",
+    "laurel(form='rw')",
+    "laurel(form='lr', rank=2)",
+    "input_injection(decay=1.1)",
+    "unet(start=1.0)",
+    "hyper_connections(weights='static')",
+    "frac_connections(fractions=4, weights='static')",
+    "manifold_hyper_connections(mixing='permutations', streams=3)",
+    "muddformer(weights='static')",
+    "lime(weights='dynamic')",
 )
 NAMES = tuple(dict.fromkeys((*REPRESENTATIVE, *REGISTRY, *VARIANTS)))
 EVERY_NAME = ("parameter_count", "positions_and_rows_stay_apart", "mixing_matrix", "zero_branch")

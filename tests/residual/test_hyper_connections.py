@@ -13,6 +13,7 @@ import pytest
 
 from jaxblock.axes import labelled
 from jaxblock.residual import topology
+from jaxblock.residual.hyper_connections import SumStreams
 from tests.residual.given import GivenModel, draw, position_wise
 from tests.small import config
 
@@ -82,34 +83,60 @@ def layer(params, n):
 # ------------------------------------------------------------------ the library's
 
 
-def model_of(name, *, close=None, **changes):
+class SumAndSpread(nn.Module):
+    """What is closed, and beside it the largest difference between streams."""
+
+    config: object
+
+    @nn.compact
+    def __call__(self, stream, shared):
+        x_MBTD = jnp.stack(stream)
+        return SumStreams(self.config)(stream, shared), x_MBTD.max(0) - x_MBTD.min(0)
+
+
+def model_of(name, branch=position_wise):
     found = topology(name)
-    if close is not None:
-        found = dataclasses.replace(found, close=close)
-    settings = {**PLAIN, "depth": DEPTH, "norm_epsilon": EPSILON, **changes}
-    return GivenModel(config(**settings), found, position_wise)
+    if found.close is not None:
+        found = dataclasses.replace(found, close=SumAndSpread)
+    return GivenModel(config(**PLAIN, depth=DEPTH, norm_epsilon=EPSILON), found, branch)
 
 
 def inputs(sublayers=SUBLAYERS):
     return draw(2, 3, WIDTH), draw(sublayers, WIDTH, WIDTH, seed=1, scale=0.5)
 
 
-@functools.cache
 def start(name):
-    """Return a topology's parameters at their initial values."""
-    return jax.jit(model_of(name).init)(jax.random.key(0), *inputs())["params"]
+    """Return a topology's parameters at their initial values, which a test of its own holds against `init`."""
+    values = {"scale": 1.0, "dynamic_scale": 0.01}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.full(x.shape, values.get(path[-1].key, 0.0), x.dtype), shapes(name)
+    )
 
 
 @functools.cache
-def applied(name, close=None, **changes):
-    model = model_of(name, close=close, **changes)
-    return jax.jit(lambda params: model.apply({"params": params}, *inputs())[0])
+def shapes(name):
+    return jax.eval_shape(model_of(name).init, jax.random.key(0), *inputs())["params"]
 
 
-@functools.cache
 def moved(name):
     rng = np.random.default_rng(2)
     return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(scale=0.4, size=x.shape), x.dtype), start(name))
+
+
+@functools.cache
+def applied(name):
+    return jax.jit(lambda params: model_of(name).apply({"params": params}, *inputs())[0])
+
+
+def run(name, params):
+    """Return the closed stream."""
+    closed = applied(name)(params)
+    return closed[0] if isinstance(closed, tuple) else closed
+
+
+def spread(name, params):
+    """Return how far the streams have parted."""
+    return float(jnp.abs(applied(name)(params)[1]).max())
 
 
 def in_float64(params):
@@ -120,13 +147,16 @@ def given():
     return [np.asarray(x, np.float64) for x in inputs()]
 
 
-HYPER = (
-    {"streams": 3},
-    {"streams": 2, "weights": "static"},
-    {"streams": 2, "activation": "none"},
-    {"streams": 1},
+def full(options):
+    return pytest.param(options, marks=pytest.mark.full)
+
+
+HYPER = ({"streams": 3}, {"streams": 2, "weights": "static"}, full({"streams": 2, "activation": "none"}))
+FRAC = (
+    {"fractions": 2},
+    full({"fractions": 4, "weights": "static"}),
+    full({"fractions": 2, "activation": "none"}),
 )
-FRAC = ({"fractions": 2}, {"fractions": 4, "weights": "static"}, {"fractions": 2, "activation": "none"})
 
 
 def text(name, options):
@@ -137,7 +167,7 @@ def text(name, options):
 def test_hyper_connections_equal_their_paper(options):
     """Off the start; with the streams read in another order, or the activation left out, the result is another."""
     name, kept = text("hyper_connections", options), {k: v for k, v in options.items() if k != "weights"}
-    closed, params = applied(name)(moved(name)), in_float64(moved(name))
+    closed, params = run(name, moved(name)), in_float64(moved(name))
     np.testing.assert_allclose(closed, hyper(*given(), params, **kept), rtol=2e-5, atol=2e-5)
     if options.get("weights") != "static":
         other = "none" if kept.get("activation", "tanh") == "tanh" else "tanh"
@@ -148,7 +178,7 @@ def test_hyper_connections_equal_their_paper(options):
 @pytest.mark.parametrize("options", FRAC, ids=lambda options: text("", options))
 def test_frac_connections_equal_their_paper(options):
     name, kept = text("frac_connections", options), {k: v for k, v in options.items() if k != "weights"}
-    closed, params = applied(name)(moved(name)), in_float64(moved(name))
+    closed, params = run(name, moved(name)), in_float64(moved(name))
     np.testing.assert_allclose(closed, frac(*given(), params, **kept), rtol=2e-5, atol=2e-5)
     if options.get("weights") != "static":
         other = "none" if kept.get("activation", "tanh") == "tanh" else "tanh"
@@ -168,53 +198,56 @@ def with_leaf(params, change):
     return {**params, "blocks": blocks}
 
 
-def pre_norm_of(weights_of=lambda n, weights: weights[n]):
+def pre_norm_of(*, factor=1.0, gain=1.0):
+    """Return x + factor * f(norm(gain * x)) after all sublayers; gain only scales the norm's epsilon."""
     x, weights = given()
     for n in range(SUBLAYERS):
-        x = x + np.tanh(rms(x, 1e-12) @ weights_of(n, weights))
+        x = x + factor * np.tanh(rms(gain * x) @ weights[n])
     return x
 
 
+@pytest.mark.parametrize("name", ["hyper_connections(streams=3)", "frac_connections"])
+def test_initial_values(name):
+    """`start` of these tests is what `init` makes; the forward pass is left out as unused."""
+    init = jax.jit(lambda key, *given: model_of(name).init(key, *given)["params"])
+    made = init(jax.random.key(0), *inputs())
+    jax.tree.map(np.testing.assert_array_equal, made, start(name))
+
+
 def test_i26_the_start_is_pre_norm_and_every_stream_is_the_same():
-    """Summed streams are M times pre-norm's at epsilon -> 0; moved off the start they differ from each other."""
+    """The sum of 3 is 3 times pre-norm's; moved off the start streams differ from each other."""
     name = "hyper_connections(streams=3)"
-    closed = applied(name, norm_epsilon=1e-12)(start(name))
-    np.testing.assert_allclose(closed, 3 * pre_norm_of(), rtol=1e-5, atol=1e-5)
-    spread = applied(name, close=Spread)
-    assert float(jnp.abs(spread(start(name))).max()) == 0.0
-    assert float(jnp.abs(spread(moved(name))).max()) > 1e-2
+    np.testing.assert_allclose(run(name, start(name)), 3 * pre_norm_of(), rtol=1e-5, atol=1e-5)
+    assert spread(name, start(name)) == 0.0
+    assert spread(name, moved(name)) > 1e-2
 
 
+@pytest.mark.full
 def test_i26_dynamic_without_its_projection_is_static():
-    dynamic, static = (
-        "hyper_connections(streams=2, activation='none')",
-        "hyper_connections(streams=2, weights='static')",
-    )
-
-    def without(keep):
-        return lambda _, p: {**p, "dynamic": keep * p["dynamic"]}
-
+    dynamic = "hyper_connections(streams=2, activation='none')"
+    static = "hyper_connections(streams=2, weights='static')"
     off = moved(dynamic)
-    tables = with_leaf(off, lambda _, p: {"norm": p["norm"], "static": p["static"]})
-    want = applied(static)(tables)
-    np.testing.assert_allclose(applied(dynamic)(with_leaf(off, without(0.0))), want, rtol=1e-5, atol=1e-5)
-    assert not np.allclose(applied(dynamic)(off), want, atol=1e-3)
+    without = with_leaf(off, lambda _, p: {**p, "dynamic": 0.0 * p["dynamic"]})
+    want = run(static, with_leaf(off, lambda _, p: {"norm": p["norm"], "static": p["static"]}))
+    np.testing.assert_allclose(run(dynamic, without), want, rtol=1e-5, atol=1e-5)
+    assert not np.allclose(run(dynamic, off), want, atol=1e-3)
 
 
 def test_i26_i32_one_stream_or_one_part_is_pre_norm():
     """n = 1 with a = b = R = 1; one part is one stream, on and off the start."""
     one, part = "hyper_connections(streams=1)", "frac_connections(fractions=1)"
-    closed = applied(one, norm_epsilon=1e-12)(start(one))
-    np.testing.assert_allclose(closed, pre_norm_of(), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(applied(part)(moved(one)), applied(one)(moved(one)), rtol=1e-6, atol=1e-6)
-    assert not np.allclose(applied(one)(moved(one)), closed, atol=1e-2)
+    np.testing.assert_allclose(run(one, start(one)), pre_norm_of(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(run(part, moved(one)), run(one, moved(one)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        run(one, moved(one)), hyper(*given(), in_float64(moved(one)), streams=1), atol=2e-5
+    )
+    assert not np.allclose(run(one, moved(one)), run(one, start(one)), atol=1e-2)
 
 
 def test_i32_parts_start_as_pre_norm():
     name = "frac_connections(fractions=2)"
-    closed = applied(name, norm_epsilon=1e-12)(start(name))
-    np.testing.assert_allclose(closed, pre_norm_of(), rtol=1e-5, atol=1e-5)
-    assert not np.allclose(applied(name, norm_epsilon=1e-12)(moved(name)), closed, atol=1e-2)
+    np.testing.assert_allclose(run(name, start(name)), pre_norm_of(), rtol=1e-5, atol=1e-5)
+    assert not np.allclose(run(name, moved(name)), pre_norm_of(), atol=1e-2)
 
 
 def hyper_start(n, streams):
@@ -237,9 +270,9 @@ def test_i27_the_order_of_streams_does_not_matter():
 
         return with_leaf(moved(name), change)
 
-    want = applied(name)(moved(name))
-    np.testing.assert_allclose(applied(name)(conjugate(columns=True)), want, rtol=2e-5, atol=2e-5)
-    assert not np.allclose(applied(name)(conjugate(columns=False)), want, atol=1e-2)
+    want = run(name, moved(name))
+    np.testing.assert_allclose(run(name, conjugate(columns=True)), want, rtol=2e-5, atol=2e-5)
+    assert not np.allclose(run(name, conjugate(columns=False)), want, atol=1e-2)
 
 
 def test_i28_two_streams_can_be_the_parallel_block():
@@ -256,20 +289,8 @@ def test_i28_two_streams_can_be_the_parallel_block():
     x, weights = given()
     for n in range(0, SUBLAYERS, 2):
         x = x + np.tanh(rms(x) @ weights[n]) + np.tanh(rms(x) @ weights[n + 1])
-    closed = applied(name)(with_leaf(start(name), change))
-    np.testing.assert_allclose(closed, 2 * x, rtol=1e-5, atol=1e-5)
-    assert not np.allclose(applied(name)(start(name)), 2 * x, atol=1e-2)
-
-
-class Spread(nn.Module):
-    """The largest difference between streams, in the place of their sum."""
-
-    config: object
-
-    @nn.compact
-    def __call__(self, stream, shared):
-        x_MBTD = jnp.stack(stream)
-        return x_MBTD.max(0) - x_MBTD.min(0)
+    np.testing.assert_allclose(run(name, with_leaf(start(name), change)), 2 * x, rtol=1e-5, atol=1e-5)
+    assert not np.allclose(run(name, start(name)), 2 * x, atol=1e-2)
 
 
 @functools.cache
@@ -279,7 +300,7 @@ def training_step(name):
 
     @jax.jit
     def step(params, moments):
-        loss = lambda params: jnp.sum((model.apply({"params": params}, *inputs())[0] - target) ** 2)  # noqa: E731
+        loss = lambda params: jnp.sum((model.apply({"params": params}, *inputs())[0][0] - target) ** 2)  # noqa: E731
         updates, moments = optimizer.update(jax.grad(loss)(params), moments, params)
         return optax.apply_updates(params, updates), moments
 
@@ -302,13 +323,12 @@ def test_i29_streams_read_alike_stay_alike():
         uniform = np.concatenate([np.full((2, 1), 0.5), np.eye(2), np.ones((2, 1))], axis=1)
         return {**p, "static": jnp.asarray(uniform - hyper_start(n, 2), jnp.float32)}
 
-    spread = applied(name, close=Spread)
     uniform = with_leaf(start(name), change)
     after = trained(name, uniform)
-    assert float(jnp.abs(spread(after)).max()) < 1e-6
+    assert spread(name, after) < 1e-6
     moves = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), after, uniform)
     assert moves["blocks"][NAMES[0]]["static"] > 1e-2  # it did train
-    assert float(jnp.abs(spread(trained(name, start(name)))).max()) > 1e-3
+    assert spread(name, trained(name, start(name))) > 1e-3
 
 
 # ------------------------------------------------------------------ counts, labels, options

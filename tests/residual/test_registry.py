@@ -48,7 +48,7 @@ def test_every_entry_says_its_equation_and_its_source():
         ("pre_nrom", r"model.residual is 'pre_nrom'; it must be one of .*did you mean 'pre_norm'"),
         (
             "xyz",
-            r"it must be one of attention_residual, .*branch_norm, .*gated, none, .*post_norm, pre_norm$",
+            r"it must be one of attention_residual, .*branch_norm, .*gated, .*none, .*post_norm, pre_norm, .*unet$",
         ),
         ("pre_norm(epsilon=1)", r"'pre_norm' has no option 'epsilon'; its options: none"),
         ("gated(facto=0.5)", r"'gated' has no option 'facto'; .*did you mean 'factor'"),
@@ -131,4 +131,5 @@ def test_a_plain_record_is_enough():
 @pytest.mark.parametrize("name", CONNECTIONS)
 def test_final_norm_exists_exactly_where_the_entry_says(name):
     params = jax.eval_shape(Decoder(config(residual=name)).init, jax.random.key(0), tokens())["params"]
-    assert ("final_norm" in params) == topology(name).final_norm == (name != "post_norm")
+    normalized = ("post_norm", "deep_norm", "keel", "resi_dual")  # the rule leaves the closed stream normalized
+    assert ("final_norm" in params) == topology(name).final_norm == (name not in normalized)

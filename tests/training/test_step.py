@@ -1,5 +1,7 @@
 """One optimizer step: dtypes, keys, the guard, what is logged, and a program that does not grow with depth."""
 
+import types
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from jaxblock import Decoder, ExecutionConfig
 from jaxblock.training.guard import GOOD, NON_FINITE
 from jaxblock.training.objectives import evaluation_loss
+from jaxblock.training.prepare import init_state
 from jaxblock.training.step import make_step
 from tests.small_training import (
     Bigram,
@@ -212,3 +215,15 @@ def test_b101_the_lowered_step_does_not_grow_with_depth():
     shallow = lowered_size(4)
     assert abs(lowered_size(48) / shallow - 1) < 0.05
     assert lowered_size(4, unroll=4) > 1.15 * shallow  # the measure sees a program that does
+
+
+def test_the_first_state_is_projected_as_later_ones_are():
+    """nGPT's kernels are unit vectors before the first step, too."""
+
+    class Halved(Bigram):
+        def project(self, params):
+            return jax.tree.map(lambda x: x / 2, params)
+
+    task = types.SimpleNamespace(model=Halved(), init=lambda key: bigram_params())
+    state = init_state(task, BASE, KEY)  # pyright: ignore[reportArgumentType]
+    chex.assert_trees_all_close(state.params, jax.tree.map(lambda x: x / 2, bigram_params()))
