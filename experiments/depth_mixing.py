@@ -16,7 +16,8 @@ Expected:
 
     declared tables     equal what is measured at the start, to 1e-4 of the table's largest weight in that row
     pre_norm            1 everywhere up to the diagonal; so are all that start as pre-norm, but for attention residuals,
-                        whose rows are means (1 / l), which a norm cannot tell from sums
+                        whose rows are means (1 / l), which a norm cannot tell from sums, and the closed row of several
+                        streams, which is their sum
     none                1 on the diagonal alone
     highway             rows sum to 1 (every weight of the stream is 1 - gate, of the branch gate)
     attention residuals rows sum to 1, off their start too; block sums make steps of equal weights
@@ -25,8 +26,7 @@ Expected:
 
 The exit code is 1 unless the first line holds for every topology that declares a table; the others are tests
 (tests/experiments/test_depth_mixing.py). Writes experiments/results/depth_mixing.csv, one row per weight, and
-experiments/figures/depth_mixing.png. About 70 seconds of
-processor time with the flag, which only saves compiling.
+experiments/figures/depth_mixing.png. About 70 seconds of processor time with the flag, which only saves compiling.
 """
 
 import argparse

@@ -8,20 +8,21 @@ h = sum_i a_i v_i,  a = softmax_i(q . k_i)  over the outputs v_i of all sublayer
     static query   learned scalar logits              the paper's default, q learned
     dynamic query  the cell no paper has filled       q = W rms_norm(newest v), the paper's ablation
 
-and pre_norm as the reference. The same parameters for all (within 0.5 %): a dynamic query costs D^2 per reader, 13
-readers, and the feed-forward's width pays for it. Of the 13, the first reads one source, which no query changes: its
-parameters are counted and do nothing. Learning rate tuned per arm: 5 rates a factor 2 apart, up to 2 more where the
-best lies at the edge; each side is read at its own fitted optimum and paired by seed.
+and pre_norm as the reference. Parameters are equal within 0.5 %: a dynamic query costs D^2 for each of 13 readers, and
+the feed-forward's width pays. (The first reader has one source; its query is counted and does nothing.)
 
-Expected, if the paper's 436M models (1.766 pre_norm, 1.749 scalar logits, 1.737 default, 1.731 dynamic query, which
-there pays nothing for its D^2) tell anything of 0.3M parameters and 154k tokens: pre_norm worst, a content key better
-by about 0.01 nats, a dynamic query better by about 0.006 less what 47 of 192 hidden units are worth, which may well be
-more. 3 seeds resolve differences of a few hundredths at best, so that most of the table should read "not resolved".
+Expected from the paper's 436M models (1.766 pre_norm, 1.749 scalar logits, 1.737 default, 1.731 dynamic query, whose
+D^2 there comes on top): content keys better by about 0.01 nats, a dynamic query by 0.006 less what 47 of 192 hidden
+units are worth. 3 seeds resolve a few hundredths at best: most of it should read "not resolved".
 
-A difference is resolved where its interval leaves 0 out: t over seeds, Bonferroni for the 7 comparisons, widened by
-the misfits of the parabolas, as in `jaxblock sweep`'s report; p is Holm's over the 7. MDE is the difference found with
-80 % power on the same terms, from the spread of these very seeds. Writes results/query_key_grid.csv, .md and
-figures/query_key_grid.png. Killed, the same command goes on. Wall time: about 30 minutes on two quiet cores.
+Found, and not expected: both dynamic queries are worse, by about 0.3 nats, tune at a quarter of the others' rate and
+scatter so much that one has no fitted optimum. The static query with content keys beats pre_norm by about 0.06.
+
+Each arm has 7 rates a factor 2 apart. They were 5, from 2e-3 on; the two lowest were added for all arms when neither
+dynamic arm had an optimum. Arms are compared at fitted optima and, since one has none, at best measured rates. A
+difference is resolved where its interval (t over seeds, Bonferroni) leaves 0 out; p is Holm's. Writes
+results/query_key_grid.csv, .md and figures/query_key_grid.png. Killed, the same command goes on. Wall time:
+about 35 minutes on two quiet cores (estimated from 61 CPU minutes used on a busy machine).
 """
 
 import argparse
@@ -52,6 +53,7 @@ from jaxblock.sweeps.statistics.basin import Basin
 HERE = Path(__file__).parent
 NAME, STEPS, REFERENCE, FULL_HIDDEN = "query_key_grid", 300, "pre_norm", 192
 RATES, SEEDS = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), (0, 1, 2)
+COLORS = ("#666666", "#9ecae1", "#08519c", "#fdae6b", "#cb181d")
 MODEL: Mapping[str, Any] = {
     "vocab_size": 256,
     "context": 64,
@@ -76,7 +78,7 @@ class Cell(NamedTuple):
 
 
 CELLS = (
-    Cell(REFERENCE, "", "", "pre_norm"),
+    Cell(REFERENCE, "", "", REFERENCE),
     Cell("static_layer", "static", "layer", 'attention_residual(key="layer")'),
     Cell("static_content", "static", "content", "attention_residual()"),
     Cell("dynamic_layer", "dynamic", "layer", 'attention_residual(query="dynamic", key="layer")'),
@@ -133,22 +135,22 @@ def train(store: Path, *, steps: int = STEPS) -> dict[str, Sweep] | int:
 
 
 class Comparison(NamedTuple):
-    """A contrast between arms, each at its own fitted optimum, paired by seed; less is better."""
+    """A contrast between arms, paired by seed; less is better."""
 
     name: str
+    at: str
+    """Where each side is read: the "fitted" optimum, or the best "measured" rate."""
     difference: Estimate | Refusal
     p: float | None
-    """Holm's, over all comparisons."""
+    """Holm's, over all comparisons read there."""
     detectable: float | None
     """Found with 80 % power at level .05 / comparisons, misfits added."""
-    detectable_alone: float | None
-    """The same were this the only comparison and the parabolas exact."""
 
     @property
     def verdict(self) -> str:
         """Whether the sign is shown."""
         if isinstance(self.difference, Refusal):
-            return f"refused: {self.difference.sentence}"
+            return f"refused, {self.difference.sentence}"
         if not self.difference.excludes(0.0):
             return "not resolved"
         return "resolved, lower" if self.difference.value < 0 else "resolved, higher"
@@ -162,39 +164,43 @@ def measure(sweeps: Mapping[str, Sweep]) -> dict[str, Measured]:
     }
 
 
-def compare(arms: Mapping[str, Measured]) -> list[Comparison]:
-    """Return all contrasts, adjusted together."""
-    alone = {name: paired(arms, weights) for name, weights in CONTRASTS.items()}
-    count = max(1, sum(not isinstance(found, Refusal) for found in alone.values()))
-    rows = []
+def compare(arms: Mapping[str, Measured], *, at: str) -> dict[str, Comparison]:
+    """Return all contrasts, adjusted together, each side at its "fitted" optimum or its best "measured" rate."""
+    alone = [paired(arms, weights, at=at, comparisons=1) for weights in CONTRASTS.values()]
+    count = max(1, sum(not isinstance(found, Refusal) for found in alone))
+    rows = {}
     for name, weights in CONTRASTS.items():
-        found, first = paired(arms, weights, comparisons=count, misfits=True), alone[name]
-        if isinstance(found, Refusal) or isinstance(first, Refusal):
-            assert isinstance(found, Refusal)
-            rows.append(Comparison(name, found, None, None, None))
+        found = paired(arms, weights, at=at, comparisons=count)
+        if isinstance(found, Refusal):
+            rows[name] = Comparison(name, at, found, None, None)
         else:
-            rows.append(Comparison(name, found.difference, found.p, found.detectable, first.detectable))
-    adjusted = iter(holm([row.p for row in rows if row.p is not None]))
-    return [row if row.p is None else row._replace(p=next(adjusted)) for row in rows]
+            rows[name] = Comparison(name, at, found.difference, found.p, found.detectable)
+    adjusted = iter(holm([row.p for row in rows.values() if row.p is not None]))
+    return {name: row if row.p is None else row._replace(p=next(adjusted)) for name, row in rows.items()}
+
+
+def tuned(one: Measured, *, at: str) -> tuple[Mapping[int, float], float] | Refusal:
+    """Return an arm's losses by seed at its own rate and the misfit of what they were read from."""
+    basin, place = one.arm.basin, one.grid.best
+    if at == "fitted":
+        return basin if isinstance(basin, Refusal) else (one.optimum_losses, basin.misfit)
+    if place is None or place in (0, len(one.grid.rates_R) - 1):
+        return Refusal(rule="no_optimum", sentence="the lowest mean is at the grid's edge")
+    return one.arm.best_losses, 0.0
 
 
 def paired(
-    arms: Mapping[str, Measured], weights: Mapping[str, float], *, comparisons: int = 1, misfits: bool = False
+    arms: Mapping[str, Measured], weights: Mapping[str, float], *, at: str, comparisons: int
 ) -> Paired | Refusal:
     """Return sum_a w_a loss_a(seed) over seeds, the arms with positive weights against the others."""
-    for name in weights:
-        basin = arms[name].arm.basin
-        if isinstance(basin, Refusal):
-            return Refusal(rule="no_optimum", sentence=f"{name}: {basin.sentence}")
-    seeds = sorted({seed for name in weights for seed in arms[name].seeds})
-    sides = {1: np.zeros(len(seeds)), -1: np.zeros(len(seeds))}
-    misfit = 0.0
+    sides, misfit = {1: np.zeros(len(SEEDS)), -1: np.zeros(len(SEEDS))}, 0.0
     for name, weight in weights.items():
-        losses = arms[name].optimum_losses
-        sides[1 if weight > 0 else -1] += abs(weight) * np.array([losses.get(seed, np.nan) for seed in seeds])
-        basin = arms[name].arm.basin
-        assert isinstance(basin, Basin)
-        misfit += abs(weight) * basin.misfit if misfits else 0.0
+        found = tuned(arms[name], at=at)
+        if isinstance(found, Refusal):
+            return Refusal(rule="no_optimum", sentence=f"{name} is not tuned: {found.rule}")
+        losses_S = np.array([found[0].get(seed, np.nan) for seed in SEEDS])
+        sides[1 if weight > 0 else -1] += abs(weight) * losses_S
+        misfit += abs(weight) * found[1]
     return paired_difference(sides[1], sides[-1], comparisons=comparisons, misfit=misfit)
 
 
@@ -208,9 +214,7 @@ def write_runs(path: Path, sweeps: Mapping[str, Sweep]) -> None:
     """Write one row per run."""
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(
-            ("arm", "hidden", "parameters", "learning_rate", "seed", "outcome", "val_loss", "train_loss")
-        )
+        file.write("arm,hidden,parameters,learning_rate,seed,outcome,val_loss,train_loss\n")
         for cell in CELLS:
             model = model_of(cell)
             head = (cell.name, model.num_hidden, decoder_parameters(model))
@@ -232,35 +236,32 @@ def number(x: float | None) -> str:
     return "" if x is None else f"{x:.3g}"
 
 
-def arm_rows(arms: Mapping[str, Measured], comparisons: Sequence[Comparison]) -> list[str]:
+def arm_rows(arms: Mapping[str, Measured], measured: Mapping[str, Comparison]) -> list[str]:
     """Return the table of the arms."""
-    by_name = {one.name: one for one in comparisons}
     base = decoder_parameters(model_of(CELLS[0]))
     rows = []
     for cell in CELLS:
         model, arm = model_of(cell), arms[cell.name].arm
-        basin, total = arm.basin, decoder_parameters(model)
-        share = f"{total:,} ({(total - base) / base:+.2%})"
-        if isinstance(basin, Refusal):
-            tuned = [f"refused: {basin.sentence}", f"{bounds(arm.best_loss)} at {arm.best_rate}, not tuned"]
-        else:
-            tuned = [bounds(basin.optimum), bounds(basin.loss)]
-        against = ["", "", "", "reference"]
+        total, fit = decoder_parameters(model), ["refused"] * 2
+        if isinstance(arm.basin, Basin):
+            fit = [bounds(arm.basin.optimum), bounds(arm.basin.loss)]
+        against = ["", "", "reference"]
         if cell.query:
-            one = by_name[f"{cell.name} less {REFERENCE}"]
-            against = [bounds(one.difference, sign="+"), number(one.p), number(one.detectable), one.verdict]
-        rows.append([cell.name, cell.query, cell.key, str(model.num_hidden), share, *tuned, *against])
-    heads = "arm|query|key|hidden|parameters|best rate, fitted|loss there|less pre_norm|p (Holm)|MDE|verdict"
-    return table(heads.split("|"), rows)
+            one = measured[f"{cell.name} less {REFERENCE}"]
+            against = [bounds(one.difference, sign="+"), number(one.detectable), one.verdict]
+        size = [str(model.num_hidden), f"{total:,} ({total / base - 1:+.2%})"]
+        rows.append([*cell[:3], *size, *fit, f"{arm.best_rate:g}", bounds(arm.best_loss), *against])
+    heads = "arm|query|key|hidden|parameters|fitted rate|loss there|best measured rate|loss there|less pre_norm, there"
+    return table([*heads.split("|"), "MDE", "verdict"], rows)
 
 
-def effect_rows(comparisons: Sequence[Comparison]) -> list[str]:
+def effect_rows(comparisons: Mapping[str, Comparison]) -> list[str]:
     """Return the table of the comparisons."""
-    rows = []
-    for one in comparisons:
-        detectable = (number(one.detectable), number(one.detectable_alone))
-        rows.append([one.name, bounds(one.difference, sign="+"), number(one.p), *detectable, one.verdict])
-    return table(["comparison", "difference, nats", "p (Holm)", "MDE", "MDE, alone", "verdict"], rows)
+    rows = [
+        [one.name, bounds(one.difference, sign="+"), number(one.p), number(one.detectable), one.verdict]
+        for one in comparisons.values()
+    ]
+    return table(["comparison", "difference, nats", "p (Holm)", "MDE", "verdict"], rows)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -270,50 +271,56 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 PAGE = """# Static or dynamic query, key of the layer or of the content: attention over depth, equal parameters
 
-Made by `python -m experiments.query_key_grid`. {size}; rates {rates}, each with seeds {seeds}. Validation loss in nats
-per byte; a uniform guess has {uniform:.3f}. Brackets are 95 % intervals.
+Made by `python -m experiments.query_key_grid`: {size}; rates {rates}, each with seeds {seeds}. Validation loss in nats
+per byte; a uniform guess has {uniform:.3f}. Brackets are 95 % intervals, less is better.
 
 {arms}
 
-Rate and loss: vertex of a parabola in log rate, intervals of Fieller and of t over seeds. Differences, at those
-vertices: paired by seed, Bonferroni for all comparisons of the table below, widened by the parabolas' misfits. MDE:
-found with 80 % power on these terms; alone: at level .05, were it the only comparison and the parabolas exact.
-
-{effects}
-
 Main effects are means over the other factor; the interaction is the query's effect under content keys less that under
-layer keys. Less is better. What this does not say:
+layer keys. Differences are paired by seed, their intervals and MDE (found with 80 % power) Bonferroni's for the
+comparisons of a table.
+
+Each arm at its fitted optimum (the vertex of a parabola in log rate), intervals widened by the misfits:
+
+{fitted}
+
+Each arm at its best measured rate, chosen on the same seeds, which flatters the noisier arms most:
+
+{measured}
+
+{notes}
+{events}
+Seconds of compiling and steps, one worker, on a machine that others used too: {seconds}.
+{environment}.
+"""
+NOTES = """What this does not say:
 
 - A dynamic query is paid for with feed-forward width: its effect is query less hidden units, not the query's alone.
   Parameters are equal; operations and time are not.
-- One scalar logit is one number, which AdamW moves by about the rate a step; q . k sums {width} products. static_layer
-  can leave the uniform mean more slowly than the others for that reason alone.
-- {steps} steps are early in training, and longer training may order the arms otherwise. Slope of the training loss over
-  the last tenth, nats per 1,000 steps: {falling}.
-{widened}
-Seconds of compiling and steps, one worker, on a machine that others used too: {seconds}. {environment}.
+- All parameters of an arm have one learning rate. AdamW moves an entry by about the rate a step, so that a scalar
+  logit moves by the rate, q . k by up to 64 times and (W x) . k by up to 4,096 times as much: a static query with a
+  layer key may learn too slowly, a dynamic query saturate its softmax, for that reason alone.
+- 300 steps are early in training, and longer training may order the arms otherwise.
 """
 
 
-def page(sweeps: Mapping[str, Sweep], arms: Mapping[str, Measured], found: Sequence[Comparison]) -> str:
+def page(sweeps: Mapping[str, Sweep], arms: Mapping[str, Measured]) -> str:
     """Return the markdown page: what was run, the arms, the comparisons, and what they do not say."""
-    first = sweeps[REFERENCE]
+    first, measured = sweeps[REFERENCE], compare(arms, at="measured")
     steps = first.results[0].planned_steps
     seconds = {name: seconds_of(sweep.results, steps=steps) for name, sweep in sweeps.items()}
-    events = [event.sentence for sweep in sweeps.values() for event in sweep.events]
+    events = [(name, event) for name, sweep in sweeps.items() for event in sweep.events]
     size = ", ".join(f"{name} {MODEL[name]}" for name in ("depth", "width", "context", "heads"))
-    falling = [f"{name} {bounds(one.arm.still_falling, 2, sign='+')}" for name, one in arms.items()]
     return PAGE.format(
         size=f"{size}, {steps} steps of {first.tokens_per_step} bytes of the standard library's source",
         rates=", ".join(f"{rate:g}" for rate in RATES),
         seeds=", ".join(map(str, SEEDS)),
         uniform=first.uniform_loss,
-        arms="\n".join(arm_rows(arms, found)),
-        effects="\n".join(effect_rows(found)),
-        width=MODEL["width"],
-        steps=steps,
-        falling=", ".join(falling),
-        widened="".join(f"- {sentence}.\n" for sentence in events),
+        arms="\n".join(arm_rows(arms, measured)),
+        fitted="\n".join(effect_rows(compare(arms, at="fitted"))),
+        measured="\n".join(effect_rows(measured)),
+        notes=NOTES,
+        events="".join(f"- {name}, {event.time}: {event.sentence}.\n" for name, event in events),
         seconds=", ".join(f"{name} {value:.0f}" for name, value in seconds.items()),
         environment=", ".join(f"{name} {value}" for name, value in first.environment.items()),
     )
@@ -323,14 +330,12 @@ def draw(path: Path, arms: Mapping[str, Measured]) -> None:
     """Draw the basins, and the grid as an interaction plot: points are seeds at each arm's optimum."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    colors = dict(zip(arms, ("#666666", "#9ecae1", "#08519c", "#fdae6b", "#cb181d"), strict=True))
+    colors = dict(zip(arms, COLORS, strict=True))
     for name, one in arms.items():
         _basin(left, one, name=name, color=colors[name])
     left.set_xscale("log", base=2)
     left.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
-    left.set(
-        xlabel="learning rate", ylabel="validation loss, nats", title="mean and seeds; star: fitted optimum"
-    )
+    left.set(xlabel="learning rate", ylabel="validation loss", title="mean and seeds; star: fitted optimum")
     left.legend(frameon=False, fontsize=8)
     _interaction(right, arms, colors)
     for panel in (left, right):
@@ -349,21 +354,17 @@ def _basin(panel: Axes, one: Measured, *, name: str, color: str) -> None:
 
 def _interaction(panel: Axes, arms: Mapping[str, Measured], colors: Mapping[str, str]) -> None:
     keys = ("layer", "content")
+    losses = {name: list(one.arm.best_losses.values()) for name, one in arms.items()}
     for query, style in (("static", "--"), ("dynamic", "-")):
         cells = [cell for key in keys for cell in _GRID if (cell.query, cell.key) == (query, key)]
-        means = [np.mean(list(arms[cell.name].optimum_losses.values()) or [np.nan]) for cell in cells]
+        means = [np.mean(losses[cell.name]) for cell in cells]
         panel.plot(keys, means, style, color="black", label=f"{query} query")
         for place, cell in enumerate(cells):
-            losses = list(arms[cell.name].optimum_losses.values())
-            panel.plot([place] * len(losses), losses, "o", color=colors[cell.name], ms=5)
-    reference = list(arms[REFERENCE].optimum_losses.values())
-    if reference:
-        panel.axhspan(
-            min(reference), max(reference), color=colors[REFERENCE], alpha=0.25, lw=0, label=REFERENCE
-        )
-    panel.set(
-        xlabel="key", ylabel="loss at the fitted optimum, nats", title="points: seeds; band: pre_norm's seeds"
-    )
+            values = losses[cell.name]
+            panel.plot([place] * len(values), values, "o", color=colors[cell.name], ms=5)
+    band = min(losses[REFERENCE]), max(losses[REFERENCE])
+    panel.axhspan(*band, color=colors[REFERENCE], alpha=0.25, lw=0, label=REFERENCE)
+    panel.set(xlabel="key", ylabel="loss at the best rate", title="points: seeds; band: pre_norm's seeds")
     panel.set_xlim(-0.3, 1.3)
     panel.legend(frameon=False, fontsize=8)
 
@@ -381,13 +382,13 @@ def main() -> int:
         print(f"interrupted; the same command goes on from {arguments.store}", file=sys.stderr)
         return sweeps
     arms = measure(sweeps)
-    found = compare(arms)
-    text = page(sweeps, arms, found)
+    text = page(sweeps, arms)
     write_runs(HERE / "results" / f"{NAME}.csv", sweeps)
     (HERE / "results" / f"{NAME}.md").write_text(text, encoding="utf-8")
     draw(HERE / "figures" / f"{NAME}.png", arms)
     if arguments.json:
-        rows = [{**plain(row._asdict()), "verdict": row.verdict} for row in found]
+        found = [one for at in ("fitted", "measured") for one in compare(arms, at=at).values()]
+        rows = [{**plain(one._asdict()), "verdict": one.verdict} for one in found]
         print(json.dumps({"arms": {name: plain(one.arm) for name, one in arms.items()}, "comparisons": rows}))
     else:
         print(text)

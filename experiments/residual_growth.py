@@ -35,6 +35,7 @@ Writes results/residual_growth.csv and .md and figures/residual_growth.png. Wall
 
 import argparse
 import csv
+import functools
 import json
 import sys
 import time
@@ -72,12 +73,11 @@ Measured = Mapping[str, Mapping[int, Sizes]]
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a number is predicted to be: in a band [low, high], or with `outside` not in it."""
+    """What a number is predicted to be: in a band [low, high], or with `outside` not in it; never the alternative."""
 
     low: float
     high: float
     alternative: float | None = None
-    """What it is if the claim is wrong; never as predicted."""
     outside: bool = False
 
     def __post_init__(self) -> None:
@@ -114,22 +114,11 @@ def near(value: float, tolerance: float, alternative: float | None = None) -> Cl
 COLUMNS = ("item", "arm", "quantity", "found", "low", "high", "seeds", "predicted", "alternative", "verdict")
 
 
-class Row(NamedTuple):
-    """One number, what it was predicted to be, and the verdict."""
-
-    item: int
-    arm: str
-    quantity: str
-    found: Estimate | Refusal
-    claim: Claim
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """What is printed, by `COLUMNS`; a refused number is None."""
-        x = self.found
-        numbers = (None,) * 4 if isinstance(x, Refusal) else (x.value, x.low, x.high, x.n)
-        predicted = (self.claim.words, self.claim.alternative, self.claim.verdict(x))
-        return dict(zip(COLUMNS, (*self[:3], *numbers, *predicted), strict=True))
+def row(place: tuple[int, str, str], found: Estimate | Refusal, *, claim: Claim) -> dict[str, Any]:
+    """Return what is printed of a number at (item, arm, quantity), by `COLUMNS`; a refused number is None."""
+    numbers = (None,) * 4 if isinstance(found, Refusal) else (found.value, found.low, found.high, found.n)
+    predicted = (claim.words, claim.alternative, claim.verdict(found))
+    return dict(zip(COLUMNS, (*place, *numbers, *predicted), strict=True))
 
 
 class Bare(nn.Module):
@@ -145,16 +134,23 @@ class Bare(nn.Module):
 
 class Arm(NamedTuple):
     """One way to connect branches: fields of the config, L -> g where the stream is such a sum, what is claimed of
-    RMS(x_l) along the sublayers and of the last stream against L, a topology that has no name."""
+    RMS(x_l) along the sublayers and of the last stream against L, a topology that has no name, and the arm whose
+    initial values it shares."""
 
     changes: Mapping[str, str]
     factors: Callable[[int], Any] | None = None
     slope: Claim | None = None
     end: Claim | None = None
     topology: Topology | None = None
+    drawn: str = ""
+
+    def model(self, depth: int) -> Decoder:
+        """Return the model of L blocks."""
+        return Decoder(ModelConfig(**{**SIZES, "depth": depth, **self.changes}), topology=self.topology)
 
 
 MULTIPLIED = lambda depth: BASE_DEPTH / depth  # noqa: E731
+HARMONIC = lambda depth: np.repeat(np.arange(1.0, depth + 1), 2) ** -0.5  # noqa: E731
 HALF, FLAT = near(0.5, 0.1, alternative=0.0), near(0.0, 0.1, alternative=0.5)
 FALLING, PUBLISHED = near(-0.5, 0.1, alternative=0.0), near(-0.425, 0.125, alternative=0.0)
 COMPLETE_P = {"parametrization": f"complete_p(base_depth={BASE_DEPTH}, base_width={WIDTH})"}
@@ -162,20 +158,19 @@ MULTIPLIER = {"residual": f"residual_multiplier(base_depth={BASE_DEPTH})"}
 BARE = Topology(Bare, "f(x)", "control, neither skip nor norm", final_norm=False)
 ARMS: Mapping[str, Arm] = {
     "pre_norm": Arm({"residual": "pre_norm"}, lambda depth: 1.0, HALF, HALF),
+    "complete_p": Arm(COMPLETE_P, MULTIPLIED, FLAT, PUBLISHED, drawn="pre_norm"),
+    "residual_multiplier": Arm(MULTIPLIER, MULTIPLIED, FLAT, drawn="pre_norm"),
+    "layer_norm_scaling": Arm({"residual": "layer_norm_scaling"}, HARMONIC, drawn="pre_norm"),
+    "none": Arm({"residual": "none"}, drawn="pre_norm"),
     "post_norm": Arm({"residual": "post_norm"}, None, FLAT, FLAT),
     "gpt2": Arm({"initialization": "gpt2"}, lambda depth: (2 * depth) ** -0.5, None, FLAT),
-    "layer_norm_scaling": Arm(
-        {"residual": "layer_norm_scaling"}, lambda depth: np.repeat(np.arange(1.0, depth + 1), 2) ** -0.5
-    ),
     "peri_norm": Arm({"residual": "peri_norm"}, lambda depth: 1.0, HALF),
-    "complete_p": Arm(COMPLETE_P, MULTIPLIED, FLAT, PUBLISHED),
-    "residual_multiplier": Arm(MULTIPLIER, MULTIPLIED, FLAT),
     "attention_residual": Arm({"residual": "attention_residual"}, None, FALLING),
     "rezero": Arm({"residual": "rezero"}, lambda depth: 0.0, FLAT),
-    "none": Arm({"residual": "none"}),
     "bare": Arm({}, topology=BARE),
 }
-STREAMS, GRADIENTS = list(ARMS)[:-2], ("pre_norm", "post_norm", "none", "bare")
+STREAMS = [arm for arm in ARMS if arm not in ("none", "bare")]
+GRADIENTS = ("pre_norm", "post_norm", "none", "bare")
 """Arms whose stream is looked at, and those whose gradient is, at every depth."""
 LAST = {"pre_norm": near(-0.5, 0.15, alternative=0.0), "post_norm": near(0.0, 0.15, alternative=-0.5)}
 RISES, LEVEL = Claim(low=1.0, high=np.inf, alternative=0.0), Claim(low=-1.0, high=1.0)
@@ -215,27 +210,35 @@ def gradient_sizes(blocks: Params) -> dict[str, Array]:
     return {"down": norm(down), "feed_forward": norm(whole), "block": norm(blocks)}
 
 
+@functools.lru_cache(maxsize=2)
+def initial(arm: str, depth: int, seeds: int) -> Params:
+    """Return initial parameters, every leaf [R, ...]. A block's depend on its own key alone: the first of them, from a
+    deep model, are a shallower one's (but for gpt2), and compiling this takes as long as all the rest."""
+    init = lambda seed: ARMS[arm].model(depth).init(jax.random.key(seed), jnp.zeros((1, 1), int))  # noqa: E731
+    return jax.jit(lambda seeds_R: jax.lax.map(init, seeds_R))(jnp.arange(seeds))["params"]
+
+
 def measure(arm: str, depth: int, seeds: int) -> Sizes:
     """Return the sizes of an arm at its initial values; each seed has parameters, tokens and targets of its own."""
-    changes, topology = ARMS[arm].changes, ARMS[arm].topology
-    model = Decoder(ModelConfig(**{**SIZES, "depth": depth, **changes}), topology=topology)
+    model = ARMS[arm].model(depth)
 
     def loss(params: Params, tokens_BT: Array, targets_BT: Array) -> tuple[Array, dict[str, Array]]:
         logits_BTV, kept = model.apply({"params": params}, tokens_BT, mutable=["intermediates"])
         embedded_BTD = params["embedding"]["table"][tokens_BT] + params["positions"]["table"][None]
         return cross_entropy(logits_BTV, targets_BT).loss, stream_sizes(embedded_BTD, kept["intermediates"])
 
-    def of_seed(seed: Array) -> dict[str, Array]:
-        keys = jax.random.split(jax.random.key(seed))
-        tokens_BT, targets_BT = jax.random.randint(keys[0], (2, BATCH, LENGTH), 0, model.config.vocab_size)
-        params = model.init(keys[1], tokens_BT)["params"]
+    def of_seed(given: tuple[Array, Params]) -> dict[str, Array]:
+        key, params = jax.random.key(1000 + given[0]), dict(given[1])
+        params["blocks"] = jax.tree.map(lambda x: x[:depth], params["blocks"])
+        batch = jax.random.randint(key, (2, BATCH, LENGTH), 0, model.config.vocab_size)
         if arm not in GRADIENTS:
-            return loss(params, tokens_BT, targets_BT)[1]
-        gradient, sizes = jax.grad(loss, has_aux=True)(params, tokens_BT, targets_BT)
+            return loss(params, *batch)[1]
+        gradient, sizes = jax.grad(loss, has_aux=True)(params, *batch)
         return {**sizes, **gradient_sizes(gradient["blocks"])}
 
-    of_all = jax.jit(lambda seeds_R: jax.lax.map(of_seed, seeds_R))  # vmap takes twice as long to compile
-    return {name: np.asarray(x, np.float64) for name, x in of_all(jnp.arange(seeds)).items()}
+    params_R = initial(ARMS[arm].drawn or arm, depth if arm == "gpt2" else DEPTHS[-1], seeds)
+    of_all = jax.jit(lambda given_R: jax.lax.map(of_seed, given_R))  # vmap takes twice as long to compile
+    return {name: np.asarray(x, np.float64) for name, x in of_all((jnp.arange(seeds), params_R)).items()}
 
 
 def law(arm: str, depth: int, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -266,7 +269,7 @@ def over_depths(measured: Measured, arm: str, name: str, place: int) -> np.ndarr
     return np.stack([measured[arm][depth][name][:, place] for depth in DEPTHS])
 
 
-def stream_rows(measured: Measured) -> list[Row]:
+def stream_rows(measured: Measured) -> list[dict[str, Any]]:
     """Return item 1: along the sublayers at L = 24, then the last stream against L."""
     rows = []
     for name in STREAMS:
@@ -274,48 +277,46 @@ def stream_rows(measured: Measured) -> list[Row]:
         ratio_NR = stream_NR / law_NR  # its slope is the difference of the two
         l_N, kept = np.arange(FIRST, len(stream_NR) + 1), slice(FIRST - 1, None)
         if ARMS[name].slope is not None:
-            rows.append(Row(1, name, "slope", exponent(l_N, stream_NR[kept]), ARMS[name].slope))
-        rows.append(Row(1, name, "slope less the law's", exponent(l_N, ratio_NR[kept]), near(0.0, 0.1)))
-        rows.append(Row(1, name, "end over the law's", mean_interval(ratio_NR[-1]), near(1.0, 0.1)))
+            rows.append(row((1, name, "slope"), exponent(l_N, stream_NR[kept]), claim=ARMS[name].slope))
+        less = exponent(l_N, ratio_NR[kept])
+        rows.append(row((1, name, "slope less the law's"), less, claim=near(0.0, 0.1)))
+        rows.append(row((1, name, "end over the law's"), mean_interval(ratio_NR[-1]), claim=near(1.0, 0.1)))
         if ARMS[name].end is not None:
             found = exponent(DEPTHS, over_depths(measured, name, "stream", -1))
-            rows.append(Row(1, name, "end against L", found, ARMS[name].end))
+            rows.append(row((1, name, "end against L"), found, claim=ARMS[name].end))
     return rows
 
 
-def gradient_rows(measured: Measured) -> list[Row]:
+def gradient_rows(measured: Measured) -> list[dict[str, Any]]:
     """Return items 2 to 4."""
     rows, l_L = [], np.arange(1, DEPTH + 1)
     for arm, claim in LAST.items():
         for name in ("down", "feed_forward"):
             found = exponent(DEPTHS, over_depths(measured, arm, name, -1))
-            rows.append(Row(2, arm, f"last {name} against L", found, claim))
+            rows.append(row((2, arm, f"last {name} against L"), found, claim=claim))
     for arm, claim in (("post_norm", RISES), ("pre_norm", LEVEL)):
         for name in ("down", "block"):
             y_LR = measured[arm][DEPTH][name].T
-            found = exponent(2.0 ** (l_L / (DEPTH - 1)), y_LR)
-            rows.append(Row(3, arm, f"{name}, doublings from first to last", found, claim))
+            doublings, slope = exponent(2.0 ** (l_L / (DEPTH - 1)), y_LR), exponent(l_L, y_LR)
+            rows.append(row((3, arm, f"{name}, doublings from first to last"), doublings, claim=claim))
             if arm == "pre_norm":
-                rows.append(Row(3, arm, f"{name}, slope in log block", exponent(l_L, y_LR), LAST[arm]))
+                rows.append(row((3, arm, f"{name}, slope in log block"), slope, claim=LAST[arm]))
     for arm, claim in (("none", COMPOUNDS), ("bare", COMPOUNDS), ("pre_norm", LEVEL)):
-        first_R = measured[arm][DEPTH]["block"][:, 0]
-        rows.append(
-            Row(4, arm, f"first block, log10 at L = {DEPTH}", mean_interval(np.log10(first_R)), claim)
-        )
+        found = mean_interval(np.log10(measured[arm][DEPTH]["block"][:, 0]))
+        rows.append(row((4, arm, f"first block, log10 at L = {DEPTH}"), found, claim=claim))
         found = exponent(10.0 ** (np.array(DEPTHS) / DEPTH), over_depths(measured, arm, "block", 0))
-        rows.append(Row(4, arm, f"first block, decades in {DEPTH} blocks", found, claim))
+        rows.append(row((4, arm, f"first block, decades in {DEPTH} blocks"), found, claim=claim))
     return rows
 
 
-def write(folder: Path, rows: Sequence[Row], measured: Measured, *, run: str) -> str:
+def write(folder: Path, rows: Sequence[dict[str, Any]], measured: Measured, *, run: str) -> str:
     """Write the table and the page, a line per item, arm and quantity; return the page."""
-    records = [row.record for row in rows]
     shown = lambda x: "" if x is None else f"{x:+.3f}" if isinstance(x, float) else str(x)  # noqa: E731
-    cells = [[shown(x) for x in record.values()] for record in records]
+    cells = [[shown(x) for x in record.values()] for record in rows]
     with (folder / f"{NAME}.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *cells])
     versions = f"jaxblock {__version__}, jax {jax.__version__}, flax {flax.__version__}"
-    verdicts = [record["verdict"] for record in records]
+    verdicts = [record["verdict"] for record in rows]
     counts = ", ".join(f"{verdicts.count(word)} {word}" for word in (AS, NOT, OPEN))
     middle = [(arm, measured[arm][DEPTH]) for arm in STREAMS]
     sizes = [f"{arm} {x['stream'][:, 0].mean():.3f}, {law(arm, DEPTH, x)[2].mean():.3f}" for arm, x in middle]
@@ -326,7 +327,7 @@ def write(folder: Path, rows: Sequence[Row], measured: Measured, *, run: str) ->
         f"{', '.join(map(str, DEPTHS))} where a number is against L. Mean and 95 % t interval over seeds. Predictions "
         f"and sources: `python -m pydoc experiments.{NAME}`. Figure: `experiments/figures/{NAME}.png`.",
         f"{len(rows)} predictions: {counts}.",
-        "\n".join(f"| {' | '.join(row)} |" for row in [COLUMNS, ["---"] * len(COLUMNS), *cells]),
+        "\n".join(f"| {' | '.join(line)} |" for line in [COLUMNS, ["---"] * len(COLUMNS), *cells]),
         f"Measured sigma0 and s: {'; '.join(sizes)}.",
     ]
     text = "\n\n".join(lines) + "\n"
@@ -372,8 +373,7 @@ def draw(path: Path, measured: Measured) -> None:
 
 def main() -> int:
     """Measure, write, draw, print; a verdict of any kind is a result."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=12, help=f"at least {LEAST_SEEDS}")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the page")
     arguments = parser.parse_args()
@@ -390,7 +390,7 @@ def main() -> int:
     run = f"`python -m experiments.{NAME} --seeds {arguments.seeds}`: {spent}"
     text = write(HERE / "results", rows, measured, run=run)
     draw(HERE / "figures" / f"{NAME}.png", measured)
-    print(json.dumps([row.record for row in rows]) if arguments.json else text)
+    print(json.dumps(rows) if arguments.json else text)
     return 0
 
 

@@ -17,8 +17,9 @@ For each entry, with its default options (a name may carry others, as in "dense_
                            the median over rounds of pairs run one after the other
 
 Expected: init_diff at round-off where reduces_to names something; scan_loop_diff below 1e-4; exponents at most 1.1;
-flops_overhead of dense_former(dilation=4, period=5) and block_attention_residual below 0.05, their step_time_ratio below
-1.12, manifold_hyper_connections' below 1.5. Exit code 1 where one of these is missed, 2 for a name that is none.
+flops_overhead of dense_former(dilation=4, period=5) and block_attention_residual(sublayers=6) below 0.05, their
+step_time_ratio below 1.12, manifold_hyper_connections' below 1.5. Exit code 1 where one of these is missed, 2 for a
+name that is none.
 Writes experiments/results/topology_table.csv unless names are given. Wall time: about half an hour on two cores.
 """
 

@@ -83,7 +83,7 @@ class ModelConfig:
     positions: str = "learned"
     """none, learned, sinusoidal, rope(base=10000.0, convention="half" or "interleaved"), or alibi."""
     residual: str = "pre_norm"
-    """The residual connection, "name(option=1)"; see jaxblock.residual.REGISTRY."""
+    """The residual connection, "name(option=1)"; `jaxblock topologies` lists them."""
     wiring: str = "serial"
     """serial: attention, then feed-forward; parallel: one sublayer whose branch is their sum."""
     window: tuple[int, ...] = ()

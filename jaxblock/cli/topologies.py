@@ -45,9 +45,17 @@ def topologies(arguments: Sequence[str]) -> Action:
     command = tyro.cli(
         TopologiesCommand, prog="jaxblock topologies", description=topologies.__doc__, args=list(arguments)
     )
-    sizes = {name: _whole_number(name, getattr(command, name)) for name in known}
+    depth, width = _whole_number("depth", command.depth), _whole_number("width", command.width)
+    sizes = {"depth": depth, "width": width}
     config = ModelConfig(
-        vocab_size=32768, context=1024, **sizes, heads=1, norm="rms_norm", bias=False, positions="none"
+        vocab_size=32768,
+        context=1024,
+        depth=depth,
+        width=width,
+        heads=1,
+        norm="rms_norm",
+        bias=False,
+        positions="none",
     )
     names = REGISTRY if command.name is None else [command.name]
     facts = [topology_facts(name, config) for name in names]
@@ -95,7 +103,9 @@ def _table(facts: "Sequence[TopologyFacts]", command: TopologiesCommand) -> str:
             "",
             "parameters: more than pre_norm's; FLOPs: beside a pre_norm model's; stream: bytes per token that go from "
             "block to",
-            "block, histories included; traffic: bytes that the connections move, over pre_norm's.",
+            "block, histories included; traffic: bytes that the connections move, over pre_norm's. In the rules: x the "
+            "stream,",
+            "f the branch (attention or feed-forward), u its output, L blocks, S sublayers.",
         ]
     )
 

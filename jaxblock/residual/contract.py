@@ -112,6 +112,7 @@ The fields, the first three required:
   zero_branch(config, x) -> x       the closed stream when branches return 0; left out, the embedding
   no_gradient                       tuple of `NoGradient(pattern, block, reason)`
   scale_free = False                True where it normalizes the branch's output: a factor on f changes nothing
+  zero_start = False                True where branches must not start at 0 as well: "zero_output" is refused
   depth_scaled = False              True where the first block's rule already depends on the number of blocks
   flops(config) -> int              forward FLOPs per token of all connections, a multiply-add of a mixing sum or
                                     a matrix product as 2; norms, gates' activations and single factors not counted
@@ -212,6 +213,9 @@ class Topology:
     """Declared: which of its parameters legitimately never get a gradient, and why."""
     scale_free: bool = False
     """Declared: whether what it writes is the same for f and for 2 f, because it normalizes the branch's output."""
+    zero_start: bool = False
+    """Declared: whether branches that start at 0 would never move (its own factor starts at 0 too) or have no
+    direction: the initialization "zero_output" is refused."""
     depth_scaled: bool = False
     """Declared: whether the factors of the first block depend on the number of blocks: a parametrization or an
     initialization that also divides by the depth would count it twice."""

@@ -1,4 +1,4 @@
-"""Whether a rule for depth and a topology go together: a branch is scaled by depth once, and to some effect."""
+"""Whether initialization, parametrization and topology go together: a branch can move, and is scaled by depth once."""
 
 import dataclasses
 
@@ -17,11 +17,17 @@ BLOCK_KERNELS = tuple(
 
 
 def check_depth_rules(config: ModelConfig, topology: Topology) -> None:
-    """Raise ValueError where branches would be scaled by the depth twice, or a parametrization would do nothing.
+    """Raise ValueError where branches would start at 0 for good, be scaled by the depth twice, or to no effect.
 
     What scales them: a parametrization, the "gpt2" initialization, a topology that is `depth_scaled` or whose `gain`
     on some kernel's initial values changes with depth or width. Nothing: the topology is `scale_free`.
     """
+    if topology.zero_start and config.initialization_choice.name == "zero_output":
+        raise ValueError(
+            f"{_said('initialization', config, topology)}, whose branches must not start at 0: with a factor that starts "
+            "at 0 the product of two zeros never moves, and a step along an output of 0 has no direction; with it the "
+            'initialization must be "plain"'
+        )
     scaled = config.parametrization_choice.name != "standard"
     if scaled and topology.scale_free:
         raise ValueError(

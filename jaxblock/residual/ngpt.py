@@ -94,6 +94,7 @@ def ngpt(start: float = 0.05) -> Topology:
         parameters=parameters,
         zero_branch=on_sphere,
         scale_free=True,
+        zero_start=True,
         flops=no_flops,
         traffic=passes(4),
         advice="no weight decay and no warm-up; initialization = 'plain', as the direction of an output that is 0 has "

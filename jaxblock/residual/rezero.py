@@ -78,9 +78,10 @@ def rezero(norm: str = "none", share: str = "sublayer") -> Topology:
         shared=BlockAlphas if share == "block" else None,
         parameters=parameters,
         mixing=functools.partial(scaled_mixing, scale=0.0),
+        zero_start=True,
         flops=no_flops,
         traffic=passes(3 if norm == "none" else 4),
         advice="alpha wants a learning rate of its own, smaller than the model's (runs diverged with one for all): "
-        'dataclasses.replace(rezero(), labels=(Label(".*/alpha", learning_rate=0.1),)); initialization must be '
-        '"plain", as with zero_output alpha and branch are both 0 and never move',
+        'dataclasses.replace(rezero(), labels=(Label(".*/alpha", learning_rate=0.1),)); or, for every '
+        "parameter of a connection, optimizer.role_rates = { connection = 0.1 }",
     )

@@ -168,6 +168,7 @@ def _learned(
         parameters=_parameters(lambda config: config.sublayers * (config.width if channels else 1)),
         reduces_to="pre_norm" if start == 1 else None,
         mixing=functools.partial(scaled_mixing, scale=start),
+        zero_start=start == 0,
         flops=no_flops,
         traffic=passes(4),
         advice="LayerScale's paper starts at 0.1 up to 18 blocks, at 1e-5 with 24, at 1e-6 beyond; a small start needs "

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import residual_growth as study
-from experiments.residual_growth import AS, COLUMNS, DEPTH, DEPTHS, NOT, OPEN, Claim, Row, Sizes, near
+from experiments.residual_growth import AS, COLUMNS, DEPTH, DEPTHS, NOT, OPEN, Claim, Sizes, near, row
 from jaxblock.sweeps.statistics.estimate import Estimate, Refusal
 
 SEEDS, SIGMA0, S = 6, 0.125, 0.9
@@ -52,7 +52,8 @@ def test_a_claim_may_be_one_sided_or_all_but_a_band():
 def test_a_refused_number_is_not_resolved():
     refused = Refusal(rule="no_values", sentence="none")
     assert near(0.0, 0.1).verdict(refused) == OPEN
-    assert Row(1, "pre_norm", "slope", refused, near(0.0, 0.1)).record["found"] is None
+    record = row((1, "pre_norm", "slope"), refused, claim=near(0.0, 0.1))
+    assert (record["found"], record["verdict"]) == (None, OPEN)
 
 
 def test_a_claim_that_its_alternative_fulfils_is_refused():
@@ -108,7 +109,7 @@ def planted() -> Planted:
 
 def verdicts(measured: Planted) -> dict[tuple[int, str, str], str]:
     rows = study.stream_rows(measured) + study.gradient_rows(measured)
-    return {(row.item, row.arm, row.quantity): row.record["verdict"] for row in rows}
+    return {(line["item"], line["arm"], line["quantity"]): line["verdict"] for line in rows}
 
 
 FALLING_IS_NOT_FLAT = {(3, "pre_norm", f"{name}, doublings from first to last") for name in ("down", "block")}
@@ -205,11 +206,11 @@ BREAKS = {
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_curve_that_is_not_as_predicted_says_so(name: str):
-    arm, quantity, factor, (item, row) = BREAKS[name]
+    arm, quantity, factor, (item, label) = BREAKS[name]
     measured = planted()
     at(measured, arm, quantity, factor)
     found = verdicts(measured)
-    assert found[item, arm, row] == NOT
+    assert found[item, arm, label] == NOT
     others = {key: verdict for key, verdict in found.items() if key[1] != arm}
     assert {key for key, verdict in others.items() if verdict != AS} == {
         x for x in FALLING_IS_NOT_FLAT if x in others

@@ -12,6 +12,7 @@ import pytest
 from jaxblock import Classifier, Decoder, ExecutionConfig, generate, init_cache
 from jaxblock.accounting import abstract_parameters, count_parameters, decoder_parameters, flop_parts
 from jaxblock.accounting.feed_forward import idle_parameters
+from jaxblock.config import REMAT_POLICIES
 from jaxblock.functional import SamplingRule
 from jaxblock.models import Cache
 from jaxblock.modules import Experts
@@ -60,22 +61,29 @@ def compiled(model_config, execution=SCANNED):
 # How the stack is run --------------------------------------------------------------------------------------
 
 
-EXECUTIONS = [
-    ExecutionConfig(scan_unroll=2, remat="full"),
-    *(
-        pytest.param(execution, marks=pytest.mark.full)
-        for execution in (
-            ExecutionConfig(scan_unroll=2),
-            ExecutionConfig(remat="full"),
-            ExecutionConfig(remat="dots"),
-            ExecutionConfig(remat="branch_out"),
-        )
-    ),
-]
+@functools.cache
+def forward(model_config, execution=SCANNED):
+    """Return `(params, tokens) -> (logits, routing)`."""
+    model = Decoder(model_config, execution)
+    return jax.jit(lambda params, tokens_BT: model.apply({"params": params}, tokens_BT, mutable=[ROUTING]))
 
 
-@BOTH
-@pytest.mark.parametrize("execution", EXECUTIONS, ids=lambda e: f"{e.scan_unroll} {e.remat}")
+def test_a_loop_equals_the_scan():
+    model_config = mixture(CAPACITY)
+    _, params = built(model_config)
+    found = [
+        forward(model_config, how)(params, tokens()) for how in (SCANNED, ExecutionConfig(scan_unroll=2))
+    ]
+    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("experts", [DROPLESS, CAPACITY])
+@pytest.mark.parametrize(
+    "execution",
+    [ExecutionConfig(scan_unroll=2), *(ExecutionConfig(remat=remat) for remat in REMAT_POLICIES[1:])],
+    ids=lambda execution: f"{execution.scan_unroll} {execution.remat}",
+)
 def test_loop_and_remat_equal_scan_with_dropout_and_balance(experts, execution):
     model_config = mixture(experts, hidden_dropout=0.2)
     _, params = built(model_config)
@@ -87,7 +95,7 @@ def test_loop_and_remat_equal_scan_with_dropout_and_balance(experts, execution):
 
 
 @pytest.mark.full
-@BOTH
+@pytest.mark.parametrize("experts", [DROPLESS, CAPACITY])
 def test_balance_has_its_gradient_through_the_loop_over_a_history(experts):
     model_config = mixture(experts, residual="block_attention_residual(sublayers=2)")
     _, params = built(model_config)
@@ -101,6 +109,7 @@ def test_balance_has_its_gradient_through_the_loop_over_a_history(experts):
 # What it computes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_one_expert_is_the_model_with_a_feed_forward():
     model_config = mixture("dropless(experts=1, active=1)", bias=True, feed_forward="swiglu")
     model, params = built(model_config)
@@ -118,8 +127,8 @@ def test_one_expert_is_the_model_with_a_feed_forward():
 
 def test_a_token_changes_no_earlier_one_and_no_other_row_in_any_bit():
     model_config = mixture(CAPACITY)
-    model, params = built(model_config)
-    run = jax.jit(lambda tokens_BT: model.apply({"params": params}, tokens_BT, mutable=[ROUTING]))
+    _, params = built(model_config)
+    run = functools.partial(forward(model_config), params)
     tokens_BT = np.asarray(tokens())
     before, collected = run(tokens_BT)
     assert collected[ROUTING]["blocks"]["experts"]["dropped"].min() > 0
@@ -154,8 +163,9 @@ def test_padding_reaches_nothing(experts):
 # Decoding ----------------------------------------------------------------------------------------------------
 
 
-def test_decoding_is_the_full_forward():
-    check_decoding(mixture(positions="learned"), (3, 1, 2))
+@pytest.mark.parametrize("sizes", [(3, 3), pytest.param((3, 1, 2), marks=pytest.mark.full)])
+def test_decoding_is_the_full_forward(sizes):
+    check_decoding(mixture(positions="learned"), sizes)
 
 
 def test_padding_of_a_prompt_takes_no_part():

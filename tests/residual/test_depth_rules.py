@@ -141,3 +141,15 @@ def test_a_false_declaration_fails_the_battery(name, says):
     liar = dataclasses.replace(topology(name), scale_free=says)
     with pytest.raises(AssertionError, match=f"it declares scale_free = {says}"):
         CHECKS["scale_free"](Entry("liar", liar))
+
+
+@pytest.mark.parametrize(
+    "name", ["rezero", "ngpt", "layer_scale(start=0.0)", "learned_scale(start=0.0)", "rezero(norm='pre')"]
+)
+def test_a_rule_whose_factor_starts_at_0_refuses_branches_that_do(name):
+    """The product of two zeros has no gradient in either: such a run would train its embedding alone."""
+    with pytest.raises(ValueError, match=r"model\.initialization is 'zero_output' .* must be \"plain\""):
+        Decoder(config(residual=name, initialization="zero_output")).connections  # noqa: B018
+    Decoder(config(residual=name)).connections  # noqa: B018
+    for other in ("pre_norm", "layer_scale", "deep_norm", "hyper_connections"):
+        Decoder(config(residual=other, initialization="zero_output")).connections  # noqa: B018

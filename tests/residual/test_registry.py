@@ -131,5 +131,6 @@ def test_a_plain_record_is_enough():
 @pytest.mark.parametrize("name", CONNECTIONS)
 def test_final_norm_exists_exactly_where_the_entry_says(name):
     params = jax.eval_shape(Decoder(config(residual=name)).init, jax.random.key(0), tokens())["params"]
-    normalized = ("post_norm", "deep_norm", "keel", "resi_dual")  # the rule leaves the closed stream normalized
+    # The rule leaves the closed stream normalized.
+    normalized = ("post_norm", "deep_norm", "keel", "resi_dual")
     assert ("final_norm" in params) == topology(name).final_norm == (name not in normalized)
