@@ -124,7 +124,7 @@ def test_every_topology_adds_what_it_declares(name):
     assert table_parameters(model_config) == count.by_place["embedding"] + count.by_place["positions"]
     rest = sum(count.by_place.get(place, 0) for place in ("shared", "close", "final_norm"))
     connections = 5 * (count.per_block["connections"] + count.per_block.get("after_block", 0))
-    assert rest + connections == declared(model_config)
+    assert rest + connections + 5 * inner == declared(model_config)
 
 
 def test_the_pre_norm_formula_is_not_that_of_other_topologies():
