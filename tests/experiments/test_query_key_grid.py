@@ -11,7 +11,7 @@ from experiments.query_key_grid import CELLS, CONTRASTS, MODEL, RATES, REFERENCE
 from jaxblock.accounting import abstract_parameters, count_parameters, decoder_parameters
 from jaxblock.config import ModelConfig
 from jaxblock.sweeps.results import Result, Sweep
-from jaxblock.sweeps.statistics import Estimate, Refusal, holm
+from jaxblock.sweeps.statistics import Estimate, Paired, Refusal, holm
 
 QUERY, KEY, INTERACTION = list(CONTRASTS)[:3]
 LEVELS = {
@@ -203,7 +203,11 @@ def test_an_arm_whose_optimum_is_not_inside_the_grid_is_refused_and_not_ranked(a
     assert refused == {QUERY, KEY, INTERACTION, f"dynamic_layer less {REFERENCE}"}
     assert all("dynamic_layer" in found[name].verdict for name in refused)
     rest = [one for name, one in found.items() if name not in refused]
-    assert all("for 3 comparisons" in interval(one).interval for one in rest)
+    assert all("for 7 comparisons" in interval(one).interval for one in rest)  # refused ones are counted
+    smallest = min(one.p for one in rest if one.p is not None)
+    names, arms = [one.name for one in rest], grid.measure(swept(LEVELS, edge="dynamic_layer"))
+    alone = [grid.paired(arms, CONTRASTS[name], at=at, comparisons=1) for name in names]
+    assert smallest == pytest.approx(7 * min(one.p for one in alone if isinstance(one, Paired)))
 
 
 def test_an_arm_without_a_fitted_optimum_is_compared_at_its_best_measured_rate_alone():
