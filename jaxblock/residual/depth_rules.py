@@ -25,8 +25,8 @@ def check_depth_rules(config: ModelConfig, topology: Topology) -> None:
     if topology.zero_start and config.initialization_choice.name == "zero_output":
         raise ValueError(
             f"{_said('initialization', config, topology)}, whose branches must not start at 0: with a factor that "
-            "starts at 0 the product of two zeros never moves, and a step along an output of 0 has no direction; with it "
-            'the initialization must be "plain"'
+            "starts at 0 the product of two zeros never moves, and a step along an output of 0 has no direction; "
+            'with it the initialization must be "plain"'
         )
     scaled = config.parametrization_choice.name != "standard"
     if scaled and topology.scale_free:
