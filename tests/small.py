@@ -11,6 +11,17 @@ from jaxblock import Decoder, ExecutionConfig, ModelConfig
 from jaxblock.residual import REGISTRY, Topology
 
 CONNECTIONS = sorted(REGISTRY)
+KINDS = (
+    "none",
+    "pre_norm",
+    "post_norm",
+    "peri_norm",
+    "branch_norm",
+    "dense_former",
+    "attention_residual",
+    "block_attention_residual",
+)
+"""Where a test is about how a stack is run rather than about each topology: the battery goes through all of those."""
 SCANNED = ExecutionConfig()
 SIZES = {"vocab_size": 11, "context": 8, "depth": 3, "width": 8, "heads": 2}
 

@@ -16,7 +16,7 @@ from jaxblock.invariants import (
     switch_exit,
     zero_branches,
 )
-from tests.small import CONNECTIONS, built, config, tokens
+from tests.small import KINDS, built, config, tokens
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 8)), jnp.float32)
 
@@ -79,7 +79,7 @@ def test_a_branch_returns_the_gain_times_what_it_did():
     assert not np.array_equal(after["feed_forward_out"][0], before["feed_forward_out"][0])
 
 
-@pytest.mark.parametrize("residual", CONNECTIONS)
+@pytest.mark.parametrize("residual", KINDS)
 def test_s2_12_zero_branches_give_what_the_topology_declares(residual):
     params = at_start(residual)[1]
     report = zero_report(residual)(params)

@@ -11,7 +11,7 @@ import pytest
 
 from jaxblock import Decoder, ModelConfig
 from jaxblock.config import POSITIONS
-from tests.small import CONNECTIONS, built, config, tokens
+from tests.small import KINDS, built, config, tokens
 
 DISTINCT = jnp.asarray([[3, 9, 1, 7, 0, 5]], jnp.int32)
 
@@ -88,7 +88,7 @@ SOME = {
     ("residual", "positions"),
     [
         pytest.param(*pair, marks=[] if pair in SOME else pytest.mark.full)
-        for pair in itertools.product(CONNECTIONS, POSITIONS)
+        for pair in itertools.product(KINDS, POSITIONS)
     ],
 )
 def test_no_logit_depends_on_a_later_token(residual, positions):

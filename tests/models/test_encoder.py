@@ -15,7 +15,7 @@ from jaxblock.axes import path_name
 from jaxblock.models.encoder import Encoder
 from jaxblock.models.trunk import Trunk
 from tests import small
-from tests.small import CONNECTIONS, built, tokens
+from tests.small import KINDS, built, tokens
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -98,7 +98,7 @@ def test_a_decoders_gradients_flow_to_earlier_tokens_only():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("residual", CONNECTIONS)
+@pytest.mark.parametrize("residual", KINDS)
 def test_gradients_flow_to_both_sides(residual):
     model_config = config(residual=residual)
     assert np.all(gradient_size(Encoder(model_config), params_of(model_config)) > 0)
@@ -201,7 +201,7 @@ SOME = {
 
 
 @pytest.mark.parametrize(
-    "residual", [pytest.param(name, marks=[] if name in SOME else pytest.mark.full) for name in CONNECTIONS]
+    "residual", [pytest.param(name, marks=[] if name in SOME else pytest.mark.full) for name in KINDS]
 )
 def test_b04_every_connection_is_blind_to_padding(residual):
     model_config = config(residual=residual, positions="rope", **SOME.get(residual, {}))
@@ -272,7 +272,7 @@ def test_every_execution_equals_the_scan(residual, execution):
 
 
 @pytest.mark.parametrize(
-    "residual", [pytest.param(name, marks=[] if name in SOME else pytest.mark.full) for name in CONNECTIONS]
+    "residual", [pytest.param(name, marks=[] if name in SOME else pytest.mark.full) for name in KINDS]
 )
 def test_its_parameters_are_the_decoders_without_a_head(residual):
     model_config = config(residual=residual, head="untied")

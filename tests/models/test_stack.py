@@ -18,7 +18,7 @@ from jaxblock.functional.masks import AttentionPattern
 from jaxblock.models import Block, LayerInputs, StackInputs, init_blocks, run_blocks
 from jaxblock.modules import AttentionInputs, Dropout
 from jaxblock.residual import topology
-from tests.small import CONNECTIONS, built, config, tokens
+from tests.small import KINDS, built, config, tokens
 
 # Few parameters and few kinds of operations: what is compared is how the stack is run.
 DROPOUT = {
@@ -73,7 +73,7 @@ def test_remat_equals_none(residual, remat):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("residual", CONNECTIONS)
+@pytest.mark.parametrize("residual", KINDS)
 @pytest.mark.parametrize("wiring", ["serial", "parallel"])
 @pytest.mark.parametrize("unroll", [1, 2])
 @pytest.mark.parametrize("remat", REMAT_POLICIES)

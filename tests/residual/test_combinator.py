@@ -155,7 +155,7 @@ def test_b34_every_block_is_entered_in_the_streams_dtype(stream, compute, unroll
 
 
 @pytest.mark.parametrize("name", CONNECTIONS)
-@pytest.mark.parametrize("wiring", ["serial", "parallel"])
+@pytest.mark.parametrize("wiring", ["serial", pytest.param("parallel", marks=pytest.mark.full)])
 def test_b34_holds_for_every_connection(name, wiring):
     """By abstract evaluation: a stream whose dtype changed would not pass the scan, nor the combinator."""
     for stream, compute in (("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")):
