@@ -211,7 +211,8 @@ class ModelConfig:
         mixer, experts = self.token_mixer_choice, self.experts_choice
         for name in ("hidden", "size", "rows"):
             if name in mixer.options:
-                check_integer(f"model.token_mixer: {name}", mixer.options[name], least=1)
+                most = self.context if name == "size" else 2**31 - 1
+                check_integer(f"model.token_mixer: {name}", mixer.options[name], least=1, most=most)
         if mixer.name == "convolution" and self.context % mixer.options["rows"]:
             raise ValueError(
                 f"model.token_mixer: rows is {mixer.options['rows']} and model.context is {self.context}; rows must "

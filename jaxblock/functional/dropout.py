@@ -40,4 +40,6 @@ def drop_rows(x: Array, rate: Array, key: Array | None) -> Array:
     chex.assert_type(rate, float)
     keep_B = jax.random.bernoulli(key, 1.0 - rate, x.shape[:1])
     keep = keep_B.reshape(-1, *(1,) * (x.ndim - 1))
-    return jnp.where(keep, x / (1.0 - rate).astype(x.dtype), jnp.zeros_like(x))
+    # Never 1 / 0: a row that is not kept would get a gradient of 0 * inf.
+    factor = 1.0 / jnp.maximum(1.0 - rate, jnp.finfo(jnp.float32).eps)
+    return jnp.where(keep, x * factor.astype(x.dtype), jnp.zeros_like(x))

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxblock.config import ExecutionConfig, ModelConfig
+from jaxblock.functional.masks import AttentionPattern
 from jaxblock.functional.parametrization import scaled
 from jaxblock.modules import (
     Attention,
@@ -89,7 +90,7 @@ class Block(nn.Module):
         if layer.window is not None:
             inputs = inputs._replace(pattern=dataclasses.replace(inputs.pattern, window=layer.window))
         mix, mixing = self._token_mixing(inputs)
-        feed = self._feed_forward(inputs.pattern.key_valid_BT)
+        feed = self._feed_forward(inputs.pattern)
         rates = (None, None) if layer.drop_rates is None else tuple(layer.drop_rates)
 
         self._record_stream("resid_pre", stream)
@@ -116,7 +117,7 @@ class Block(nn.Module):
         mixer = TokenMixer(config, gain, inner_norm, name="token_mixer")
         return self._with_dropout("token_mixer", lambda h: mixer(h, inputs.pattern)), "token_mixer"
 
-    def _feed_forward(self, valid_BT: Array | None) -> Branch:
+    def _feed_forward(self, pattern: AttentionPattern) -> Branch:
         """Return the branch that reads each position alone."""
         config = self.config
         if config.experts_choice.name == "none":
@@ -127,8 +128,13 @@ class Block(nn.Module):
                 f"model.experts is {config.experts!r} and the residual connection is {self.topology.equation!r}, which "
                 'has a norm inside the feed-forward; with it experts must be "none"'
             )
+        if config.experts_choice.name == "capacity" and pattern.key_segments_BT is not None:
+            raise ValueError(
+                f"model.experts is {config.experts!r} and rows hold several documents (segments_BT), which would "
+                "compete for the same places; take dropless experts, or one document a row"
+            )
         experts = Experts(config, self._gain, name="experts")
-        return self._with_dropout("feed_forward", lambda h: experts(h, valid_BT))
+        return self._with_dropout("feed_forward", lambda h: experts(h, pattern.key_valid_BT))
 
     @property
     def _gain(self) -> Callable[[str], float]:

@@ -79,8 +79,7 @@ def init_cache(config: ModelConfig, batch: int, *, capacity: int | None = None) 
         than the largest window, where every block has one, and than the context; another token mixer than attention;
         experts with a capacity.
     """
-    _check_attention(config)
-    _check_experts(config)
+    check_cacheable(config)
     check_integer("batch", batch, least=1)
     capacity = config.context if capacity is None else capacity
     check_integer("capacity", capacity, least=1)
@@ -161,8 +160,7 @@ def write_cache(cache: Cache, call: CachedCall, written: dict[str, Any]) -> Cach
 
 def check_cache(config: ModelConfig, cache: Any, *, batch: int) -> None:
     """Raise ValueError unless `cache` is one that `init_cache` makes for this config and batch."""
-    _check_attention(config)
-    _check_experts(config)
+    check_cacheable(config)
     if not isinstance(cache, Cache):
         raise ValueError(
             f"cache is a {type(cache).__name__}; it must be a jaxblock.models.Cache, from init_cache"
@@ -219,6 +217,12 @@ def check_room(config: ModelConfig, cache: Cache, tokens_BT: Array, valid_BT: Ar
             f"the cache is full: its rows have read {lengths_B.tolist()} tokens and are to read "
             f"{new_B.tolist()} more; {of}"
         )
+
+
+def check_cacheable(config: ModelConfig) -> None:
+    """Raise ValueError for a model that cannot go on from a cache: its token mixer, or experts with a capacity."""
+    _check_attention(config)
+    _check_experts(config)
 
 
 def _check_attention(config: ModelConfig) -> None:

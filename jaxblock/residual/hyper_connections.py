@@ -32,6 +32,8 @@ from jaxblock.residual.history import read_once
 from jaxblock.residual.place import place
 from jaxblock.types import Array, Branch, Params
 
+MOST_STREAMS = 64
+"""The program grows as its square."""
 ACTIVATIONS = ("tanh", "none")
 DECAYED = Label("blocks/(attention_|token_mixer_|feed_forward_)?connection/dynamic", decay=True)
 
@@ -169,7 +171,7 @@ def hyper_connections(streams: int = 4, weights: str = "dynamic", activation: st
       weights: "static" (SHC), or "dynamic" (DHC), where each token's streams add to them.
       activation: of the dynamic part, "tanh" or "none".
     """
-    check_integer("model.residual: streams", streams, least=1)
+    check_integer("model.residual: streams", streams, least=1, most=MOST_STREAMS)
     options = TableOptions(weights=weights, activation=activation)
     dynamic = weights == "dynamic"
 

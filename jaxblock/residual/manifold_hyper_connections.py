@@ -38,6 +38,7 @@ from jaxblock.residual.contract import Topology
 from jaxblock.residual.declarations import additive_mixing, norm_parameters
 from jaxblock.residual.history import read_once
 from jaxblock.residual.hyper_connections import (
+    MOST_STREAMS,
     Streams,
     SumStreams,
     constrain_streams,
@@ -142,8 +143,10 @@ def manifold_hyper_connections(
       iterations: of Sinkhorn.
     """
     check_choice("model.residual: mixing", mixing, ("sinkhorn", "permutations"))
-    check_integer("model.residual: streams", streams, least=2, most=4 if mixing == "permutations" else 2**10)
-    check_integer("model.residual: iterations", iterations, least=1)
+    check_integer(
+        "model.residual: streams", streams, least=2, most=4 if mixing == "permutations" else MOST_STREAMS
+    )
+    check_integer("model.residual: iterations", iterations, least=1, most=1000)
     if mixing == "permutations" and iterations != ITERATIONS:
         raise ValueError(
             f"model.residual: iterations is {iterations}; it must be left out with mixing = 'permutations'"

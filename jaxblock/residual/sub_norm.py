@@ -26,7 +26,8 @@ def sub_norm() -> Topology:
     def parameters(config: ModelConfig) -> int:
         """Count the connections' norms, and of each block the inner ones: width in attention, hidden beside it."""
         per_feature = norm_parameters(config, 1) // config.width
-        inner = config.depth * (config.width + config.num_hidden) * per_feature
+        mixing = config.token_mixer_choice.options.get("hidden", config.width)
+        inner = config.depth * (mixing + config.num_hidden) * per_feature
         return norm_parameters(config, config.sublayers + 1) + inner
 
     return Topology(

@@ -237,7 +237,9 @@ def _widened(model: ModelConfig, width: int) -> dict[str, Any]:
         )
     changes = {"width": width, "heads": width // model.head_dim}
     parts = {"kv_heads": model.num_kv_heads, "hidden": model.num_hidden}
-    if model.num_kv_heads == 1:  # one key/value head for all stays one
+    if model.kv_heads is None:  # as many as heads, at every width
+        del parts["kv_heads"]
+    elif model.num_kv_heads == 1:  # one key/value head for all stays one
         changes["kv_heads"] = parts.pop("kv_heads")
     for name, value in parts.items():
         if value * width % model.width:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxblock.accounting import model_flops_utilisation
+from jaxblock.models.cache import check_cacheable
 from jaxblock.models.decoder import Decoder
 from jaxblock.training.baseline import trigram_baseline
 from jaxblock.training.batches import Batch, TrainBatches, ValidationBatches
@@ -50,6 +51,10 @@ def language_task(config: TrainConfig) -> Task:
         return Baseline(found.loss, "a trigram model")
 
     def finish(params: Params, key: Array) -> str:
+        try:  # what is drawn goes through a cache
+            check_cacheable(config.model)
+        except ValueError as error:
+            return f"No sample: {error}\n"
         tokens = continue_prompt(model, params, prompt_1T, config.sample, key=key)
         return text.decode(prompt_1T[0]) + separator(text) + text.decode(tokens) + "\n"
 

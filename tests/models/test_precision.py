@@ -62,7 +62,7 @@ def test_b34_stream_branches_and_logits_have_their_documented_types(residual, st
         if name.startswith("resid"):
             assert leaf.dtype == stream, name
         if name.endswith(("_in", "_out")):
-            assert leaf.dtype == jnp.bfloat16, name
+            assert {x.dtype for x in jax.tree.leaves(leaf)} == {jnp.dtype(jnp.bfloat16)}, name
     assert found["resid_final"].dtype == stream
 
 
