@@ -24,9 +24,9 @@ def check_depth_rules(config: ModelConfig, topology: Topology) -> None:
     """
     if topology.zero_start and config.initialization_choice.name == "zero_output":
         raise ValueError(
-            f"{_said('initialization', config, topology)}, whose branches must not start at 0: a factor that starts at 0 "
-            "and a branch that does never move, a step along an output of 0 has no direction, and without a skip nothing "
-            'is left; with it the initialization must be "plain"'
+            f"{_said('initialization', config, topology)}, whose branches must not start at 0: with a factor that "
+            "starts at 0 neither ever moves, a step along an output of 0 has no direction, without a skip nothing is "
+            'left; with it the initialization must be "plain"'
         )
     scaled = config.parametrization_choice.name != "standard"
     if scaled and topology.scale_free:
