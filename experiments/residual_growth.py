@@ -22,15 +22,19 @@ for post_norm and gpt2 and about -0.42 for complete_p (arXiv 2505.01618, figure 
     item 2  last feed-forward's gradient against L: pre_norm -1/2, post_norm 0 (arXiv 2002.04745, theorem 1)
     item 3  gradient against the block: post_norm rises toward the output (a factor 2 at least), pre_norm is near flat
             (within a factor 2); and, derived from the Jacobians I + J / sqrt(l), pre_norm falls as block^-1/2
-    item 4  the first block's gradient, decades over 24 blocks: off (`none`, f(norm(x))) it vanishes or explodes like
-            c^24, by a decade at least; on (pre_norm) it stays within one. `bare`, f(x), has no norm either: a norm
-            undoes any common factor of the kernels, in both directions.
+    item 4  the first block's gradient against L: off (`none`, f(norm(x)); `bare`, f(x), has no norm either) it vanishes
+            or explodes like c^24, by a decade at least; on (pre_norm) it stays within a decade
 
-A prediction is a band, fixed beforehand. "as predicted": the whole 95 % t interval over seeds lies in it; "not as
-predicted": all of it lies outside; else "not resolved", as where it has both the prediction and the alternative, which
-no band has. Any verdict is a result: the exit code is 0.
+A prediction is a band, fixed beforehand, that leaves its alternative out. "as predicted": the whole 95 % t interval
+over seeds lies in it; "not as predicted": all of it lies outside; else "not resolved". The exit code is 0 for all.
 
-Writes results/residual_growth.csv and .md and figures/residual_growth.png. Wall time: about 6 minutes on two cores.
+Found, 12 seeds: 36 of 45 as predicted. Ends are 0.93 to 1 of the law's: branches add up uncorrelated; attention's s
+grows on the way (up to +0.07 in the slope; attention_residual -0.39, not resolved), presumably as tokens become alike.
+Not as predicted: complete_p is not flat along l (+0.43: its branches are not small beside sigma0 = 0.125; against L it
+falls as published); post_norm's gradient is level, pre_norm's falls by 1.9 doublings, as block^-0.54; that of `none`
+stays (c = 1.00 a block, `bare` has 0.71): as long as norms stay, it does not take a skip.
+
+Writes results/residual_growth.csv and .md and figures/residual_growth.png. Wall time: 5 minutes on two cores.
 """
 
 import argparse
@@ -61,7 +65,7 @@ from jaxblock.sweeps.statistics.means import mean_interval
 from jaxblock.types import Array, Branch, Params
 
 HERE, NAME = Path(__file__).parent, "residual_growth"
-DEPTHS, DEPTH, BASE_DEPTH = (2, 6, 12, 24, 48), 24, 2
+DEPTHS, DEPTH = (2, 6, 12, 24, 48), 24
 WIDTH, LENGTH, BATCH = 128, 32, 4
 SIZES = {"vocab_size": 256, "context": LENGTH, "width": WIDTH, "heads": 4, "feed_forward": "relu"}
 LEAST_SEEDS, FIRST = 5, 4  # slopes along the sublayers from the 4th on: the embedding bends the first
@@ -81,9 +85,7 @@ class Claim:
     outside: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an empty band, or one that allows the alternative."""
-        if not self.low < self.high:
-            raise ValueError(f"a band has low < high; got {self.low} and {self.high}")
+        """Raise ValueError for a claim that allows its alternative."""
         if self.alternative is not None and (self.low <= self.alternative <= self.high) != self.outside:
             raise ValueError(f"{self.words} allows the alternative {self.alternative:g}")
 
@@ -149,12 +151,12 @@ class Arm(NamedTuple):
         return Decoder(ModelConfig(**{**SIZES, "depth": depth, **self.changes}), topology=self.topology)
 
 
-MULTIPLIED = lambda depth: BASE_DEPTH / depth  # noqa: E731
+MULTIPLIED = lambda depth: 2 / depth  # noqa: E731
 HARMONIC = lambda depth: np.repeat(np.arange(1.0, depth + 1), 2) ** -0.5  # noqa: E731
 HALF, FLAT = near(0.5, 0.1, alternative=0.0), near(0.0, 0.1, alternative=0.5)
 FALLING, PUBLISHED = near(-0.5, 0.1, alternative=0.0), near(-0.425, 0.125, alternative=0.0)
-COMPLETE_P = {"parametrization": f"complete_p(base_depth={BASE_DEPTH}, base_width={WIDTH})"}
-MULTIPLIER = {"residual": f"residual_multiplier(base_depth={BASE_DEPTH})"}
+MULTIPLIER = {"residual": "residual_multiplier(base_depth=2)"}
+COMPLETE_P = {"parametrization": f"complete_p(base_depth=2, base_width={WIDTH})"}
 BARE = Topology(Bare, "f(x)", "control, neither skip nor norm", final_norm=False)
 ARMS: Mapping[str, Arm] = {
     "pre_norm": Arm({"residual": "pre_norm"}, lambda depth: 1.0, HALF, HALF),
@@ -170,8 +172,7 @@ ARMS: Mapping[str, Arm] = {
     "bare": Arm({}, topology=BARE),
 }
 STREAMS = [arm for arm in ARMS if arm not in ("none", "bare")]
-GRADIENTS = ("pre_norm", "post_norm", "none", "bare")
-"""Arms whose stream is looked at, and those whose gradient is, at every depth."""
+GRADIENTS = ("pre_norm", "post_norm", "none", "bare")  # taken at every depth
 LAST = {"pre_norm": near(-0.5, 0.15, alternative=0.0), "post_norm": near(0.0, 0.15, alternative=-0.5)}
 RISES, LEVEL = Claim(low=1.0, high=np.inf, alternative=0.0), Claim(low=-1.0, high=1.0)
 COMPOUNDS = Claim(low=-1.0, high=1.0, alternative=0.0, outside=True)
@@ -185,8 +186,8 @@ def rms(x: Array, *, leading: int) -> Array:
 def stream_sizes(embedded_BTD: Array, intermediates: Mapping[str, Any]) -> dict[str, Array]:
     """Return "stream", RMS(x_l) from l = 0, [S + 1], and "added", RMS(x_l - x_(l-1)), [S].
 
-    Where the stream is a history: what sublayers read with equal weights, from sublayer 1 to the read that closes the
-    stack, what they wrote, and "closed", the size of that last read as the model made it.
+    Of a history: what is read with equal weights, from sublayer 1 to the read that closes the stack, what sublayers
+    wrote, and "closed", the size of that last read as the model made it.
     """
     blocks = intermediates["blocks"]
     both = ("resid_mid", "resid_post") if "resid_mid" in blocks else ("attention_out", "feed_forward_out")
@@ -273,17 +274,18 @@ def stream_rows(measured: Measured) -> list[dict[str, Any]]:
     """Return item 1: along the sublayers at L = 24, then the last stream against L."""
     rows = []
     for name in STREAMS:
+        slope, end = ARMS[name].slope, ARMS[name].end
         stream_NR, law_NR, _ = law(name, DEPTH, measured[name][DEPTH])
         ratio_NR = stream_NR / law_NR  # its slope is the difference of the two
         l_N, kept = np.arange(FIRST, len(stream_NR) + 1), slice(FIRST - 1, None)
-        if ARMS[name].slope is not None:
-            rows.append(row((1, name, "slope"), exponent(l_N, stream_NR[kept]), claim=ARMS[name].slope))
-        less = exponent(l_N, ratio_NR[kept])
+        found, less = exponent(l_N, stream_NR[kept]), exponent(l_N, ratio_NR[kept])
+        if slope is not None:
+            rows.append(row((1, name, "slope"), found, claim=slope))
         rows.append(row((1, name, "slope less the law's"), less, claim=near(0.0, 0.1)))
         rows.append(row((1, name, "end over the law's"), mean_interval(ratio_NR[-1]), claim=near(1.0, 0.1)))
-        if ARMS[name].end is not None:
+        if end is not None:
             found = exponent(DEPTHS, over_depths(measured, name, "stream", -1))
-            rows.append(row((1, name, "end against L"), found, claim=ARMS[name].end))
+            rows.append(row((1, name, "end against L"), found, claim=end))
     return rows
 
 
@@ -316,8 +318,7 @@ def write(folder: Path, rows: Sequence[dict[str, Any]], measured: Measured, *, r
     with (folder / f"{NAME}.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *cells])
     versions = f"jaxblock {__version__}, jax {jax.__version__}, flax {flax.__version__}"
-    verdicts = [record["verdict"] for record in rows]
-    counts = ", ".join(f"{verdicts.count(word)} {word}" for word in (AS, NOT, OPEN))
+    counts = ", ".join(f"{sum(x['verdict'] == word for x in rows)} {word}" for word in (AS, NOT, OPEN))
     middle = [(arm, measured[arm][DEPTH]) for arm in STREAMS]
     sizes = [f"{arm} {x['stream'][:, 0].mean():.3f}, {law(arm, DEPTH, x)[2].mean():.3f}" for arm, x in middle]
     lines = [
@@ -351,6 +352,7 @@ def draw(path: Path, measured: Measured) -> None:
         band(one, np.arange(1, len(stream_NR) + 1), stream_NR, arm)
         one.plot(np.arange(1, len(stream_NR) + 1), law_NR.mean(1), "k--", lw=0.7)
     one.set(title=f"1  RMS(x_l), L = {DEPTH}; dashed: the law", xlabel="l, sublayers", xscale="log")
+    one.set_ylim(0.02, 60)
     for arm, slope in (("pre_norm", -0.5), ("post_norm", 0.0)):
         last_LR = over_depths(measured, arm, "down", -1)
         band(two, DEPTHS, last_LR, arm)
@@ -362,11 +364,11 @@ def draw(path: Path, measured: Measured) -> None:
         band(four, DEPTHS, over_depths(measured, arm, "block", 0), arm, f"{arm}, {words}")
     four.set(title="4  gradient of the first block, skip on and off", xlabel="L, blocks")
     two.set_xticks(DEPTHS, map(str, DEPTHS))
+    two.xaxis.minorticks_off()
     for panel in (one, two, three, four):
         panel.set_yscale("log")
-        panel.minorticks_off()
         panel.set_ylabel("root mean square" if panel is one else "gradient norm")
-        panel.legend(frameon=False, fontsize=8)
+        panel.legend(frameon=False, fontsize=8, ncols=3 if panel is one else 1)
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
 

@@ -61,8 +61,6 @@ def test_a_claim_that_its_alternative_fulfils_is_refused():
         near(0.05, 0.1, alternative=0.0)
     with pytest.raises(ValueError, match="allows the alternative 2"):
         Claim(low=-1.0, high=1.0, alternative=2.0, outside=True)
-    with pytest.raises(ValueError, match="low < high"):
-        Claim(low=1.0, high=1.0)
 
 
 def growth(arm: str, depth: int) -> np.ndarray:
@@ -223,7 +221,7 @@ def test_seeds_that_disagree_leave_it_open():
     assert verdicts(measured)[1, "pre_norm", "slope"] == OPEN
 
 
-def test_a_gradient_that_is_not_finite_is_refused_not_scored():
+def test_a_gradient_of_zero_has_no_logarithm_and_is_not_scored():
     measured = planted()
     measured["bare"][48]["block"][0, 0] = 0.0
     with np.errstate(divide="ignore"):

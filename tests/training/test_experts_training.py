@@ -136,6 +136,7 @@ def test_the_balance_alone_evens_a_skewed_router_out():
 # A classifier -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_classifiers_rows_weigh_the_same_and_padded_ones_nothing():
     model = Classifier(config(**{**EXPERTS, "depth": 1, "vocab_size": 256}), classes=3)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens(1, 2))["params"]
@@ -236,21 +237,26 @@ def kernels(seed: int) -> dict[str, np.ndarray]:
     return flat
 
 
-def directions(algorithm: str, place: str, gradients: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return the second update's directions of the kernels in this place of a block."""
+@functools.cache
+def updates_of(algorithm: str):
+    """Return `gradients -> the last update's directions`, jitted."""
     optimizer = make_optimizer(OptimizerConfig(algorithm=algorithm, weight_decay=0.0, clip=0.0))
-    trees = [
-        nested({f"blocks/{place}/{n}/kernel": jnp.asarray(g) for n, g in of.items()}) for of in gradients
-    ]
 
-    @jax.jit
     def run(trees):
-        state = optimizer.init(trees[0])
+        updates, state = None, optimizer.init(trees[0])
         for tree in trees:
             updates, state = optimizer.update(tree, state, trees[0])
         return updates
 
-    return {path.split("/")[2]: leaf for path, leaf in flattened(run(trees)).items()}
+    return jax.jit(run)
+
+
+def directions(algorithm: str, place: str, gradients: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the second update's directions of the kernels in this place of a block."""
+    trees = [
+        nested({f"blocks/{place}/{n}/kernel": jnp.asarray(g) for n, g in of.items()}) for of in gradients
+    ]
+    return {path.split("/")[2]: leaf for path, leaf in flattened(updates_of(algorithm)(trees)).items()}
 
 
 @pytest.mark.parametrize("algorithm", [MUON, ADAFACTOR])
