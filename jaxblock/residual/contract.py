@@ -114,10 +114,8 @@ The fields, the first three required:
   scale_free = False                True where it normalizes the branch's output: a factor on f changes nothing
   zero_start = False                True where branches must not start at 0 as well: "zero_output" is refused
   depth_scaled = False              True where the first block's rule already depends on the number of blocks
-  flops(config) -> int              forward FLOPs per token of all connections, a multiply-add of a mixing sum or
-                                    a matrix product as 2; norms, gates' activations and single factors not counted
-  traffic(config) -> int            numbers per token that all connections move, if what lies between two branches
-                                    is one pass over memory: what it reads, once, and what it writes, once
+  flops(config) -> int              forward FLOPs per token of all connections' sums and matrix products
+  traffic(config) -> int            numbers per token that all connections move, read or written
   advice                            learning rates and traps, a sentence or two
 
 What a topology declares is tested by running it: `tests/residual/battery.py` takes any topology, and says in a

@@ -1,4 +1,9 @@
-"""What several topologies declare in the same words: norm counts, mixing matrices, FLOPs, memory traffic."""
+"""What several topologies declare in the same words: norm counts, mixing matrices, FLOPs, memory traffic.
+
+FLOPs: a multiply-add of a mixing sum or of a matrix product counts as 2; norms, gates' activations and single factors
+are not counted. Traffic: what lies between two branches is taken as one pass over memory, which reads once what it
+needs and writes once what it makes.
+"""
 
 from collections.abc import Callable
 
