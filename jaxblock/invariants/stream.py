@@ -4,24 +4,33 @@ Both read what `model.apply(..., mutable=["intermediates"])` collects, are pure 
 leave the sentences, and the errors, to a function that runs on the host.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from jaxblock.contracts import check_choice
+from jaxblock.modules.intermediates import recorded_branches
 from jaxblock.types import Array
 
 ADDITIVE_RULES = ("pre_norm",)
 """Registry names whose connection is x + f(...), so that the branch's output is the update itself."""
-_BRANCHES = {"serial": ("attention", "feed_forward"), "parallel": ("parallel",)}
-_SPOKEN = {"attention": "attention", "feed_forward": "feed-forward", "parallel": "parallel branch"}
+_SPOKEN = {
+    "attention": "attention",
+    "token_mixer": "token mixer",
+    "feed_forward": "feed-forward",
+    "parallel": "parallel branch",
+}
 
 
-class StreamReport(NamedTuple):
-    """Where a forward pass is finite; S sublayers, attention before feed-forward in each block."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StreamReport:
+    """Where a forward pass is finite; S sublayers, what mixes positions before the feed-forward in each block."""
 
+    branches: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    """Names of a block's sublayers, in order."""
     opened: Array | None
     """bool: the stream before the first sublayer; None where the stream is not one array."""
     inputs_S: Array
@@ -36,9 +45,13 @@ class StreamReport(NamedTuple):
     """int32: the first sublayer with anything not finite, S where only the closed stream is bad, -1 = none."""
 
 
-class TelescopeReport(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TelescopeReport:
     """How far the closed stream is from the sum of the branch outputs."""
 
+    branches: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    """Names of a block's sublayers, in order."""
     equal: Array
     """bool: x_S == ((x_0 + u_1) + u_2) + ... in every bit, summed in the order of the sublayers."""
     error: Array
@@ -68,17 +81,15 @@ def inspect_stream(collected: Any) -> StreamReport:
         good_S = good_S & streams_S
         good_S = good_S.at[0].set(good_S[0] & opened)
     closed = jnp.all(jnp.isfinite(collected["resid_final"]))
-    return StreamReport(
-        opened, inputs_S, outputs_S, streams_S, closed, _first_bad(jnp.append(good_S, closed))
-    )
+    first_bad, branches = _first_bad(jnp.append(good_S, closed)), recorded_branches(collected)
+    return StreamReport(branches, opened, inputs_S, outputs_S, streams_S, closed, first_bad)
 
 
-def explain_stream(report: StreamReport, *, wiring: str) -> str:
+def explain_stream(report: StreamReport) -> str:
     """Return one sentence: that all is finite, or which tensor of which sublayer is the first that is not.
 
     Args:
       report: from `inspect_stream`, not traced.
-      wiring: the config's, which says how many sublayers a block has.
     """
     s, sublayers = int(report.first_bad), report.inputs_S.shape[0]
     if s < 0:
@@ -87,7 +98,7 @@ def explain_stream(report: StreamReport, *, wiring: str) -> str:
         return "closed stream: not finite while every sublayer was"
     if s == 0 and report.opened is not None and not report.opened:
         return "embedding: the stream is not finite before the first sublayer"
-    place = name_sublayer(s, wiring=wiring)
+    place = name_sublayer(s, report.branches)
     if not report.inputs_S[s]:
         before = "every branch output" if report.streams_S is None else "the stream"
         return f"{place}: input not finite while {before} before it was"
@@ -96,10 +107,10 @@ def explain_stream(report: StreamReport, *, wiring: str) -> str:
     return f"{place}: stream not finite after it while the branch's input and output were"
 
 
-def require_finite(report: StreamReport, *, wiring: str) -> None:
+def require_finite(report: StreamReport) -> None:
     """Raise ValueError with `explain_stream`'s sentence unless everything is finite."""
     if report.first_bad >= 0:
-        raise ValueError(explain_stream(report, wiring=wiring))
+        raise ValueError(explain_stream(report))
 
 
 def telescope(collected: Any) -> TelescopeReport:
@@ -130,10 +141,11 @@ def telescope(collected: Any) -> TelescopeReport:
     summed_BTD, _ = jax.lax.scan(lambda x, u: (x + u, None), opened_BTD, updates_SBTD)
     error = jnp.max(jnp.abs((closed_BTD - summed_BTD).astype(jnp.float32)))
     relative = error / jnp.max(jnp.abs(closed_BTD.astype(jnp.float32)))
-    return TelescopeReport(jnp.all(closed_BTD == summed_BTD), error, relative, _first_bad(added_S))
+    equal, branches = jnp.all(closed_BTD == summed_BTD), recorded_branches(collected)
+    return TelescopeReport(branches, equal, error, relative, _first_bad(added_S))
 
 
-def require_telescoping(report: TelescopeReport, *, residual: str, wiring: str) -> None:
+def require_telescoping(report: TelescopeReport, *, residual: str) -> None:
     """Raise ValueError unless the closed stream is the sum of the branch outputs, bit for bit.
 
     Raises:
@@ -146,7 +158,7 @@ def require_telescoping(report: TelescopeReport, *, residual: str, wiring: str) 
             f"form x + f(...): {', '.join(ADDITIVE_RULES)}"
         )
     if report.first_bad >= 0:
-        place = name_sublayer(int(report.first_bad), wiring=wiring)
+        place = name_sublayer(int(report.first_bad), report.branches)
         raise ValueError(f"{place}: the stream after it is not the stream before it plus the branch's output")
     if not report.equal:
         raise ValueError(
@@ -155,27 +167,20 @@ def require_telescoping(report: TelescopeReport, *, residual: str, wiring: str) 
         )
 
 
-def name_sublayer(sublayer: int, *, wiring: str) -> str:
-    """Return "block 3, feed-forward (sublayer 7)" for sublayer 7 of the serial wiring."""
-    check_choice("wiring", wiring, _BRANCHES)
-    branches = _BRANCHES[wiring]
+def name_sublayer(sublayer: int, branches: tuple[str, ...]) -> str:
+    """Return "block 3, feed-forward (sublayer 7)" for sublayer 7 of blocks of attention and feed-forward.
+
+    Args:
+      sublayer: its number in the whole stack.
+      branches: the names of a block's sublayers, as a report has them.
+    """
     block, place = divmod(sublayer, len(branches))
     return f"block {block}, {_SPOKEN[branches[place]]} (sublayer {sublayer})"
 
 
-def _branches(collected: Any) -> tuple[str, ...]:
-    for branches in _BRANCHES.values():
-        if all(f"{branch}_out" in collected.get("blocks", {}) for branch in branches):
-            return branches
-    raise ValueError(
-        "nothing was collected: pass the intermediates of "
-        'model.apply({"params": params}, tokens, mutable=["intermediates"])'
-    )
-
-
 def _per_sublayer(collected: Any, end: str, reduce) -> Array:
     """Return what `reduce` makes of each branch's [L, B, T, D], interleaved to a leading axis [S]."""
-    values = [reduce(collected["blocks"][f"{branch}_{end}"]) for branch in _branches(collected)]
+    values = [reduce(collected["blocks"][f"{branch}_{end}"]) for branch in recorded_branches(collected)]
     return jnp.stack(values, axis=1).reshape(-1, *values[0].shape[1:])
 
 

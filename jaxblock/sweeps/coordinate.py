@@ -7,7 +7,7 @@ records at t = 0, 1, ..., steps, after t updates and from one forward pass witho
 
     embedding       what the first block reads (not there where the stream is not one array)
     attention       what the branch writes to the stream, the parametrization's multiplier included; mean over blocks
-    feed_forward    the same ("parallel" where the two are one branch)
+    feed_forward    the same ("token_mixer" in attention's place, "parallel" where the two are one branch)
     last_*          the same of the last block
     final_stream    x_S, the closed stream before the final norm
     logits
@@ -29,6 +29,7 @@ import numpy as np
 from jaxblock.config import ModelConfig
 from jaxblock.contracts import check_choice, check_integer
 from jaxblock.models import Decoder
+from jaxblock.modules.intermediates import BRANCHES, recorded_branches
 from jaxblock.sweeps.coordinate_slopes import AXES, CoordinateCheck, NonFinite
 from jaxblock.training.batches import Batch
 from jaxblock.training.config import TrainConfig
@@ -41,11 +42,11 @@ from jaxblock.types import Array
 
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 1}
 """On CPU: the program runs once, for a few steps, and compiling it in full takes longer than that."""
-BRANCHES = ("attention", "feed_forward", "parallel")
+_NAMES = tuple(dict.fromkeys(name for branches in BRANCHES for name in branches))
 ORDER = (
     "embedding",
-    *BRANCHES,
-    *(f"last_{name}" for name in BRANCHES),
+    *_NAMES,
+    *(f"last_{name}" for name in _NAMES),
     "final_stream",
     "logits",
     "change",
@@ -137,10 +138,9 @@ def measure(logits: Array, collected: Mapping[str, Any], start_BTD: Array) -> Si
     sizes = {}
     if "resid_pre" in blocks:
         sizes["embedding"] = _size(blocks["resid_pre"][0])
-    for name in BRANCHES:
-        if f"{name}_out" in blocks:
-            sizes_L2 = jax.vmap(_size)(blocks[f"{name}_out"])
-            sizes[name], sizes[f"last_{name}"] = sizes_L2.mean(0), sizes_L2[-1]
+    for name in recorded_branches(collected):
+        sizes_L2 = jax.vmap(_size)(blocks[f"{name}_out"])
+        sizes[name], sizes[f"last_{name}"] = sizes_L2.mean(0), sizes_L2[-1]
     return {
         **sizes,
         "final_stream": _size(final_BTD),

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxblock.accounting import tree_bytes
+from jaxblock.modules.intermediates import recorded_branches
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.optimizer import Tuned
 from jaxblock.training.prepare import Keys, init_state, run_keys
@@ -141,8 +142,7 @@ class LaneProgram:
 def stream_profile(logits: Array, collected: dict[str, Any]) -> StreamProfile:
     """Return the root mean squares of what a forward pass recorded (see `jaxblock.models.Block`)."""
     blocks = collected["blocks"]
-    names = [name for name in ("parallel_out", "attention_out", "feed_forward_out") if name in blocks]
-    branches_SL = jnp.stack([_rms(blocks[name]) for name in names])
+    branches_SL = jnp.stack([_rms(blocks[f"{name}_out"]) for name in recorded_branches(collected)])
     stream = jnp.zeros(0)
     if "resid_pre" in blocks:
         stream = jnp.concatenate([_rms(blocks["resid_pre"]), _rms(collected["resid_final"][None])])

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from jaxblock.invariants import (
     explain_stream,
     inspect_stream,
-    name_sublayer,
     require_finite,
     require_telescoping,
     telescope,
@@ -81,7 +80,7 @@ def test_s1_53_one_bad_value_is_found_in_its_sublayer_and_tensor(name, block, va
     place, kind = TENSORS[name]
     report = inspect(collected)
     assert report.first_bad == 2 * block + place
-    sentence = explain_stream(report, wiring="serial")
+    sentence = explain_stream(report)
     branch = ("attention", "feed-forward")[place]
     assert sentence.startswith(f"block {block}, {branch} (sublayer {2 * block + place}): {kind} not finite")
 
@@ -90,8 +89,8 @@ def test_all_finite_is_minus_one_and_raises_nothing():
     report = inspect(finite_values())
     assert report.first_bad == -1
     assert report.first_bad.dtype == jnp.int32
-    require_finite(report, wiring="serial")
-    assert explain_stream(report, wiring="serial").startswith("finite")
+    require_finite(report)
+    assert explain_stream(report).startswith("finite")
 
 
 def test_a_bad_embedding_and_a_bad_closed_stream_have_their_own_sentences():
@@ -99,10 +98,10 @@ def test_a_bad_embedding_and_a_bad_closed_stream_have_their_own_sentences():
     opened["blocks"]["resid_pre"][0, 0, 0, 0] = np.inf
     closed["resid_final"][0, 0, 0] = np.nan
     with pytest.raises(ValueError, match=r"^embedding: the stream is not finite before the first sublayer"):
-        require_finite(inspect(opened), wiring="serial")
+        require_finite(inspect(opened))
     assert inspect(closed).first_bad == 6
     with pytest.raises(ValueError, match=r"^closed stream: not finite while every sublayer was"):
-        require_finite(inspect(closed), wiring="serial")
+        require_finite(inspect(closed))
 
 
 def test_reports_are_made_per_member_under_vmap():
@@ -150,7 +149,7 @@ def test_s1_53_the_identity_path_stops_no_bad_value(leaf, place, value, sentence
     collected = forward("pre_norm")({**params, "blocks": blocks})
     assert not np.isfinite(collected["resid_final"]).all()
     with pytest.raises(ValueError, match=f"^{sentence}"):
-        require_finite(inspect(collected), wiring="serial")
+        require_finite(inspect(collected))
 
 
 def test_a_parallel_block_is_one_sublayer():
@@ -158,7 +157,7 @@ def test_a_parallel_block_is_one_sublayer():
     assert inspect_stream(collected).inputs_S.shape == (3,)
     collected["blocks"]["parallel_out"][2] = np.inf
     report = inspect_stream(collected)
-    assert explain_stream(report, wiring="parallel").startswith(
+    assert explain_stream(report).startswith(
         "block 2, parallel branch (sublayer 2): output not finite while its input was"
     )
 
@@ -170,7 +169,7 @@ def test_a_stream_that_is_no_array_is_checked_by_its_branches():
     assert report.opened is None
     assert report.first_bad == -1
     collected["blocks"]["feed_forward_in"][1] = np.nan
-    sentence = explain_stream(inspect_stream(collected), wiring="serial")
+    sentence = explain_stream(inspect_stream(collected))
     assert sentence.startswith(
         "block 1, feed-forward (sublayer 3): input not finite while every branch output"
     )
@@ -182,8 +181,17 @@ def test_what_collected_nothing_is_refused():
     for collected in ({}, {"blocks": {}}):
         with pytest.raises(ValueError, match=r"nothing was collected"):
             inspect_stream(collected)
-    with pytest.raises(ValueError, match=r"wiring is 'paralel'.*did you mean 'parallel'"):
-        name_sublayer(0, wiring="paralel")
+
+
+def test_a_token_mixer_in_attentions_place_is_named():
+    model, params = built(config(token_mixer="convolution(size=3)", bias=False))
+    collected = model.apply({"params": params}, tokens(), mutable=["intermediates"])[1]["intermediates"]
+    assert telescope(collected).equal
+    collected = jax.tree.map(np.array, collected)
+    collected["blocks"]["token_mixer_out"][1] = np.nan
+    assert explain_stream(inspect_stream(collected)).startswith(
+        "block 1, token mixer (sublayer 2): output not"
+    )
 
 
 # Telescoping ---------------------------------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ def test_s0_22_the_closed_stream_is_the_sum_of_the_updates_bit_for_bit(wiring):
     report = jax.jit(telescope)(collected)
     assert report.equal
     assert (report.error, report.first_bad) == (0.0, -1)
-    require_telescoping(report, residual="pre_norm", wiring=wiring)
+    require_telescoping(report, residual="pre_norm")
     u = updates(collected, wiring)
     exact = np.asarray(collected["blocks"]["resid_pre"][0], np.float64) + u.astype(np.float64).sum(axis=0)
     final = np.asarray(collected["resid_final"])
@@ -219,7 +227,7 @@ def test_s0_22_other_rules_miss_by_order_one_and_are_refused(residual):
     assert report.first_bad == 0
     assert report.relative > 0.1
     with pytest.raises(ValueError, match=f"residual is '{residual}'.*does not apply to it.*pre_norm"):
-        require_telescoping(report, residual=residual, wiring="serial")
+        require_telescoping(report, residual=residual)
 
 
 def test_updates_are_cast_to_the_streams_dtype_before_they_are_added():
@@ -242,8 +250,8 @@ def test_the_first_sublayer_that_does_not_add_is_named():
     with pytest.raises(
         ValueError, match=r"^block 1, feed-forward \(sublayer 3\): the stream after it is not"
     ):
-        require_telescoping(report, residual="pre_norm", wiring="serial")
+        require_telescoping(report, residual="pre_norm")
     collected = jax.tree.map(np.array, collect("pre_norm"))
     collected["resid_final"] *= 1.01
     with pytest.raises(ValueError, match=r"the closed stream differs by .* between or after the blocks"):
-        require_telescoping(telescope(collected), residual="pre_norm", wiring="serial")
+        require_telescoping(telescope(collected), residual="pre_norm")
