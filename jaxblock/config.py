@@ -200,6 +200,12 @@ class ModelConfig:
                 check_integer(f"model.parametrization: {base}", options[base], least=1)
         if "alpha" in options:
             check_number("model.parametrization: alpha", options["alpha"], least=0.0, most=1.0)
+        if self.token_mixer_choice.name == "mlp" and options.get("base_width", self.width) != self.width:
+            raise ValueError(
+                f"model.parametrization is {self.parametrization!r} and model.token_mixer is {self.token_mixer!r}, "
+                "whose kernels sum over positions, not over the width, and have no rule to scale with it; base_width "
+                f"must be model.width, {self.width}"
+            )
         if name != "standard" and self.initialization_choice.name == "gpt2":
             raise ValueError(
                 f"model.parametrization is {self.parametrization!r} and model.initialization is "

@@ -4,13 +4,18 @@ A sentence names the field, the value that came, what is allowed and the nearest
 """
 
 import difflib
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxblock.types import Array
+
+SMALLEST = float(np.finfo(np.float32).tiny)
+"""Below it programs of most devices have 0."""
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
@@ -45,9 +50,10 @@ def check_number(
     most: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Raise ValueError unless `value` is a real number in the range; NaN and infinities never are.
+    """Raise ValueError unless `value` is a real number in the range, as float32, too; NaN and infinities never are.
 
-    `least` and `most` include the bound, `above` and `below` exclude it.
+    `least` and `most` include the bound, `above` and `below` exclude it. What float32 would make infinite, or 0, or
+    equal to a bound that is excluded, is refused: programs compute with that.
     """
     bounds = [
         (f"at least {least}", lambda v: least is None or v >= least, least),
@@ -57,9 +63,15 @@ def check_number(
     ]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     finite = is_number and abs(value) <= sys.float_info.max  # a whole number may be too large for a float
+    allowed = " and ".join(text for text, _, bound in bounds if bound is not None)
+    wanted = f"{field} is {value!r}; it must be a finite number {allowed}".rstrip()
     if not finite or not all(holds(value) for _, holds, _ in bounds):
-        allowed = " and ".join(text for text, _, bound in bounds if bound is not None)
-        raise ValueError(f"{field} is {value!r}; it must be a finite number {allowed}".rstrip())
+        raise ValueError(wanted)
+    with np.errstate(over="ignore"):
+        single = float(np.float32(value))
+    lost = not math.isfinite(single) or (value != 0 and abs(single) < SMALLEST)
+    if lost or not all(holds(single) for text, holds, _ in bounds if text.startswith(("above", "below"))):
+        raise ValueError(f"{wanted}, also when it is rounded to float32, {single:g}")
 
 
 def check_boolean(name: str, mask: Array) -> None:

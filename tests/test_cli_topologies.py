@@ -40,10 +40,32 @@ def test_json_carries_what_an_entry_declares(capsys):
 
 def test_a_page_says_what_is_known_of_one(capsys):
     page = printed(["dense_former", "--depth", "48"], capsys)
-    for words in ("dense_former(dilation=1, period=1)", "2402.02622", "+1,224", "equals pre_norm", "advice"):
+    for words in (
+        "dense_former(dilation=1, period=1)",
+        "2402.02622",
+        "+1,224",
+        "starts as     pre_norm",
+        "advice",
+    ):
         assert words in page
 
     assert "dense_former(dilation=4, period=5)" in printed(["dense_former(period=5, dilation=4)"], capsys)
+
+
+def test_a_width_that_one_cannot_have_is_said_in_the_list_and_refuses_it_alone(capsys):
+    table = printed(["--width", "33"], capsys)
+    assert (
+        "frac_connections            not of this size: model.residual: fractions is 2; it must divide"
+        in table
+    )
+    assert "dense_former" in table
+    assert cli.main(["topologies", "frac_connections", "--width", "33"]) == 2
+    assert "fractions is 2" in capsys.readouterr().err
+
+
+def test_a_page_says_how_to_start_it(capsys):
+    assert 'initialization "plain"; "zero_output" is refused' in printed(["rezero"], capsys)
+    assert "initialization any" in printed(["pre_norm"], capsys)
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,11 @@ def kv_cache_bytes(config: ModelConfig, batch: int, length: int) -> int:
     """Return the bytes of keys and values of all blocks, 2 L B S G K itemsize, in the compute dtype.
 
     S is `length`; where every block has a window, a rolling cache needs no more than the longest of them. A model
-    with another token mixer than attention has no cache: 0.
+    that cannot go on from a cache (`models.check_cacheable`) has none: 0.
     """
     check_integer("batch", batch, least=1)
     check_integer("length", length, least=1)
-    if config.token_mixer_choice.name != "attention":
+    if config.token_mixer_choice.name != "attention" or config.experts_choice.name == "capacity":
         return 0
     limited = bool(config.window) and all(config.window)
     slots = min(length, max(config.window)) if limited else length

@@ -42,6 +42,9 @@ class TopologyFacts(NamedTuple):
     """What it equals at its start."""
     scale_free: bool
     depth_scaled: bool
+    zero_start: bool
+    """Whether the initialization "zero_output" is refused."""
+    sums_width: bool
     labels: tuple[dict[str, Any], ...]
     """What the optimizer does differently with some of its parameters."""
     projects: bool
@@ -88,6 +91,8 @@ def topology_facts(
         reduces_to=found.reduces_to,
         scale_free=found.scale_free,
         depth_scaled=found.depth_scaled,
+        zero_start=found.zero_start,
+        sums_width=found.sums_width,
         labels=tuple(label._asdict() for label in found.labels),
         projects=found.project is not None,
         advice=found.advice,

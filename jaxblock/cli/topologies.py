@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PAGE = 110
 """Columns."""
-DECAYS = {None: "as its role", True: "yes", False: "no"}
+DECAYS = {None: "weight decay as their role says", True: "weight decay", False: "no weight decay"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +57,20 @@ def topologies(arguments: Sequence[str]) -> Action:
         bias=False,
         positions="none",
     )
-    names = REGISTRY if command.name is None else [command.name]
-    facts = [topology_facts(name, config) for name in names]
+    facts, refused = [], {}
+    for name in REGISTRY if command.name is None else [command.name]:
+        try:
+            facts.append(topology_facts(name, config))
+        except ValueError as error:  # a width that one of them cannot have
+            if command.name is not None:
+                raise
+            refused[name] = str(error)
 
     def act() -> int:
         if command.json:
-            print(json.dumps({**sizes, "topologies": [row._asdict() for row in facts]}))
+            print(json.dumps({**sizes, "topologies": [row._asdict() for row in facts], "refused": refused}))
         elif command.name is None:
-            print(_table(facts, command))
+            print(_table(facts, refused, command))
         else:
             print(_page(facts[0], command))
         return 0
@@ -83,20 +89,21 @@ def _whole_number(name: str, text: str | None) -> int:
     return int(text)
 
 
-def _table(facts: "Sequence[TopologyFacts]", command: TopologiesCommand) -> str:
-    """Return one line of figures and one of words per topology."""
+def _table(facts: "Sequence[TopologyFacts]", refused: Mapping[str, str], command: TopologiesCommand) -> str:
+    """Return one line of figures and one of words per topology, and what refuses this size."""
     longest = max(len(row.name) for row in facts)
     lines = [
         f"in a model of {command.depth} blocks of width {command.width}; jaxblock topologies NAME tells more",
         "",
-        f"{'':{longest}}  {'parameters':>13} {'FLOPs':>8} {'stream':>10} {'traffic':>8}  at its start",
+        f"{'':{longest}}  {'parameters':>13} {'FLOPs':>8} {'stream':>10} {'traffic':>8}  starts as",
     ]
     for row in facts:
         numbers = f"{_extra(row):>13} {_percent(row.flops_overhead):>8} {row.stream_bytes:>10,}"
         lines.append(
-            f"{row.name:{longest}}  {numbers} {_times(row.traffic_ratio):>8}  {row.reduces_to or 'its own'}"
+            f"{row.name:{longest}}  {numbers} {_times(row.traffic_ratio):>8}  {row.reduces_to or 'no other'}"
         )
         lines.append(f"{'':{longest}}  {row.equation}  ({row.source})")
+    lines += [f"{name:{longest}}  not of this size: {reason}" for name, reason in refused.items()]
     return "\n".join(
         [
             *lines,
@@ -105,7 +112,8 @@ def _table(facts: "Sequence[TopologyFacts]", command: TopologiesCommand) -> str:
             "block to",
             "block, histories included; traffic: bytes that the connections move, over pre_norm's. In the rules: x the "
             "stream,",
-            "f the branch (attention or feed-forward), u its output, L blocks, S sublayers.",
+            "f the branch (attention or feed-forward), u its output, L blocks, S sublayers. starts as: the topology",
+            "that it equals at its own initial values, where there is one.",
         ]
     )
 
@@ -114,20 +122,24 @@ def _page(row: "TopologyFacts", command: TopologiesCommand) -> str:
     """Return all that is declared of one topology."""
     options = ", ".join(f"{name}={value!r}" for name, value in row.options.items())
     labels = "; ".join(
-        f"{label['pattern']}: learning rate times {label['learning_rate']:g}, decay {DECAYS[label['decay']]}"
+        (f"learning rate times {label['learning_rate']:g}, " if label["learning_rate"] != 1 else "")
+        + f"{DECAYS[label['decay']]} on the parameters that match {label['pattern']}"
         for label in row.labels
     )
+    starts = '"plain"; "zero_output" is refused' if row.zero_start else "any"
     flags = [
         *(["a factor on the branch changes nothing"] if row.scale_free else []),
         *(["its factors depend on the number of blocks"] if row.depth_scaled else []),
         *(["parameters are projected after every optimizer step"] if row.projects else []),
+        *(["own parameters are summed over the width, and do not scale with it"] if row.sums_width else []),
         "a final norm follows" if row.final_norm else "no final norm",
     ]
     rows = {
         "rule": row.equation,
         "source": row.source,
         "config": f'residual = "{row.name}({options})"' if options else f'residual = "{row.name}"',
-        "at its start": f"equals {row.reduces_to}" if row.reduces_to else "its own",
+        "starts as": row.reduces_to or "no other topology",
+        "start with": f"initialization {starts}",
         "parameters": f"{_extra(row)} beside pre_norm's, {command.depth} blocks of width {command.width}",
         "FLOPs": f"{_number(row.flops)} per token forward, {_percent(row.flops_overhead)} of a pre_norm model's",
         "stream": f"{row.stream_bytes:,} bytes per token from block to block, histories included",

@@ -120,18 +120,25 @@ def slots_per_expert(length: int, *, experts: int, active: int, factor: float) -
     return min(length, math.ceil(Fraction(str(factor)) * active * length / experts))
 
 
-def capacity_layout(routing: Routing, *, slots: int) -> SlotLayout:
+def capacity_layout(routing: Routing, *, slots: int, limit_B: Array | None = None) -> SlotLayout:
     """Return slots for at most `slots` tokens of a row at each expert; the rest are dropped.
 
     Earlier positions go first, and of one token's choices the more probable one, so that no token displaces an
     earlier one, and no row another row's.
+
+    Args:
+      routing: where tokens go.
+      slots: C.
+      limit_B: int32, how many of a row's tokens an expert takes where that is less than `slots`: what the row's real
+        tokens alone would give, so that padding changes nothing.
     """
     check_integer("slots", slots, least=1)
     batch, length, active = routing.expert_BTA.shape
+    limit_B1 = slots if limit_B is None else jnp.minimum(limit_B, slots)[:, None]
     experts = routing.probability_BTE.shape[-1]
     expert_BN = routing.expert_BTA.reshape(batch, length * active)
     rank_BN = jax.vmap(_ranks, in_axes=(0, 0, None))(expert_BN, _counted(routing), experts)
-    kept_BN = _counted(routing) & (rank_BN < slots)
+    kept_BN = _counted(routing) & (rank_BN < limit_B1)
     slot_BN = jnp.where(kept_BN, expert_BN * slots + rank_BN, experts * slots)
     return SlotLayout(slot_BN.reshape(batch, length, active), None, experts, slots)
 

@@ -103,8 +103,10 @@ class Attention(nn.Module):
             return own_BTGK
         if self.is_mutable_collection(VALUES):
             self.put_variable(VALUES, "own", own_BTGK)
-        start = jnp.array([weights["first"], weights["own"]], jnp.dtype(self.config.param_dtype))
-        mix_2 = self.param("value_mix", lambda key: start) if name == "learned" else start
+        mix_2 = jnp.array([weights["first"], weights["own"]], jnp.float32)
+        if name == "learned":
+            start = mix_2.astype(jnp.dtype(self.config.param_dtype))
+            mix_2 = self.param("value_mix", lambda key: start)
         if first is None:
             return own_BTGK
         return mix_values(own_BTGK, first.values_BTGK, mix_2, exist=first.exist)

@@ -59,7 +59,7 @@ class Experts(nn.Module):
             valid_BT = jnp.broadcast_to(valid_BT[:, -x_BTD.shape[1] :], x_BTD.shape[:2])
         router = Router(config, options["experts"], self.gain, name="router")()
         routing = route(x_BTD, router, active=options["active"], valid_BT=valid_BT)
-        layout = self._layout(routing)
+        layout = self._layout(routing, padded=valid_BT is not None)
         self._report(routing, layout)
         branch = functools.partial(
             expert_feed_forward,
@@ -70,12 +70,16 @@ class Experts(nn.Module):
         )
         return mix_experts(x_BTD, routing, layout, branch)
 
-    def _layout(self, routing: Routing) -> SlotLayout:
+    def _layout(self, routing: Routing, *, padded: bool) -> SlotLayout:
         name, options = self.config.experts_choice
         if name == "dropless":
             return dropless_layout(routing)
         sizes = {key: options[key] for key in ("experts", "active", "factor")}
-        return capacity_layout(routing, slots=slots_per_expert(routing.valid_BT.shape[1], **sizes))
+        length, limit_B = routing.valid_BT.shape[1], None
+        if padded:  # A row's slots are those its real tokens would have alone.
+            of_length = jnp.array([slots_per_expert(n, **sizes) for n in range(length + 1)], jnp.int32)
+            limit_B = of_length[jnp.sum(routing.valid_BT, axis=1)]
+        return capacity_layout(routing, slots=slots_per_expert(length, **sizes), limit_B=limit_B)
 
     def _weights(self) -> FeedForwardWeights | GatedWeights:
         """Return the experts' kernels [E, D, F], [E, F, D] and biases; each starts as if it were alone."""

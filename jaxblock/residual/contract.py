@@ -114,6 +114,7 @@ The fields, the first three required:
   scale_free = False                True where it normalizes the branch's output: a factor on f changes nothing
   zero_start = False                True where branches must not start at 0 as well: "zero_output" is refused
   depth_scaled = False              True where the first block's rule already depends on the number of blocks
+  sums_width = False                True where parameters of its own are summed over the width, such as a gate's kernel
   flops(config) -> int              forward FLOPs per token of all connections' sums and matrix products
   traffic(config) -> int            numbers per token that all connections move, read or written
   advice                            learning rates and traps, a sentence or two
@@ -217,6 +218,9 @@ class Topology:
     depth_scaled: bool = False
     """Declared: whether the factors of the first block depend on the number of blocks: a parametrization or an
     initialization that also divides by the depth would count it twice."""
+    sums_width: bool = False
+    """Declared: whether parameters of its own are summed over the width (a gate's kernel, a query): no published rule
+    says how their learning rates scale with it, so a model wider than its parametrization's base is refused."""
     flops: Callable[[ModelConfig], int] | None = None
     """Declared: forward FLOPs per token of all connections and `close`, beside branches and norms: 2 for each
     multiply-add of a matrix product or of a sum over sources or streams; sources that exist are counted, no others."""

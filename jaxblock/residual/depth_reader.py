@@ -223,6 +223,7 @@ def reader_topology(
         mixing=mixing,
         zero_branch=zero_branch,
         no_gradient=(first,) if options.score == "softmax" else (),
+        sums_width=options.key == "content" or options.query == "dynamic",
         flops=lambda config: reader_flops(config, options, sources(config)),
         traffic=traffic,
         advice="pre-norm's learning rate; queries must start at 0, and the norms need a small epsilon, as what is read "

@@ -34,6 +34,22 @@ def check_depth_rules(config: ModelConfig, topology: Topology) -> None:
             f"{_said('parametrization', config, topology)}, which normalizes the branch's output: a factor on the "
             'branch does nothing there; with it the parametrization must be "standard"'
         )
+    base_width = config.parametrization_choice.options.get("base_width", config.width)
+    if topology.sums_width and base_width != config.width:
+        raise ValueError(
+            f"{_said('parametrization', config, topology)}, whose own parameters are summed over the width: no rule "
+            f"says how they scale with it; with it base_width must be the model's width, {config.width}"
+        )
+    if topology.scale_free and config.stochastic_depth_choice.name != "none":
+        raise ValueError(
+            f"{_said('stochastic_depth', config, topology)}, which normalizes the branch's output: what rows that are "
+            'kept are multiplied by to keep the mean does nothing there; with it stochastic_depth must be "none"'
+        )
+    if topology.project is not None and config.initialization_choice.name == "gpt2":
+        raise ValueError(
+            f"{_said('initialization', config, topology)}, which projects the kernels, so that what the initialization "
+            'divides them by does nothing; with it the initialization must be "plain"'
+        )
     rules = {"parametrization": scaled, "initialization": config.initialization_choice.name == "gpt2"}
     for field, allowed in (("parametrization", '"standard"'), ("initialization", '"plain" or "zero_output"')):
         if not rules[field]:

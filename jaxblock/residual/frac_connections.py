@@ -100,6 +100,7 @@ def frac_connections(fractions: int = 2, weights: str = "dynamic", activation: s
         parameters=parameters,
         reduces_to="pre_norm",
         mixing=additive_mixing,
+        sums_width=dynamic,
         flops=flops,
         traffic=traffic,
         advice="pre-norm's learning rate",

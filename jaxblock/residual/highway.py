@@ -65,6 +65,7 @@ def highway(bias: float = -2.0) -> Topology:
         parameters=parameters,
         mixing=mixing,
         zero_branch=lambda config, x: x * (1.0 - gate) ** config.sublayers,
+        sums_width=True,
         flops=lambda config: 2 * config.width**2 * config.sublayers,
         traffic=passes(4),
         advice="what was written s sublayers ago has weight g (1 - g)^s: the deeper the stack, the lower the bias; the "

@@ -202,6 +202,7 @@ def hyper_connections(streams: int = 4, weights: str = "dynamic", activation: st
         reduces_to="pre_norm",
         mixing=mixing,
         zero_branch=lambda config, x: streams * x,
+        sums_width=dynamic,
         flops=flops,
         traffic=lambda config: stream_traffic(config, streams, per_token=dynamic),
         advice="pre-norm's learning rate; R is unbounded, and its products over depth were seen to grow at 27B (see "

@@ -92,6 +92,7 @@ def laurel(form: str = "rw_lr", rank: int = RANK) -> Topology:
         parameters=parameters,
         reduces_to="pre_norm",
         mixing=additive_mixing,
+        sums_width=has_map,
         flops=lambda config: 4 * config.width * rank * config.sublayers * has_map,
         traffic=passes(4),
         advice="pre-norm's learning rate; the paper's ranks are 4 for language models and 16 for images",

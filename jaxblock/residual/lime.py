@@ -170,6 +170,7 @@ def lime(weights: str = "static", bias: float = 0.0) -> Topology:
         reduces_to=None if dynamic else "pre_norm",
         mixing=mixing,
         no_gradient=(first,) if dynamic else (),
+        sums_width=dynamic,
         flops=flops,
         traffic=traffic,
         advice="pre-norm's learning rate; dynamic weights start as the mean over blocks, a bias of 3 to 5 starts them "

@@ -182,6 +182,7 @@ def manifold_hyper_connections(
         reduces_to="pre_norm",
         mixing=mixing_table,
         zero_branch=lambda config, x: streams * x,
+        sums_width=True,
         flops=flops,
         traffic=lambda config: stream_traffic(config, streams, per_token=True),
         advice="pre-norm's learning rate; many products of R tend to the uniform matrix, which makes streams equal",

@@ -158,6 +158,7 @@ def muddformer(weights: str = "dynamic") -> Topology:
         reduces_to="pre_norm",
         mixing=additive_mixing,
         no_gradient=(unread,),
+        sums_width=weights == "dynamic",
         flops=flops,
         traffic=traffic,
         advice="pre-norm's learning rate; one public comparison diverged with it at 24 blocks: watch the gradient's "

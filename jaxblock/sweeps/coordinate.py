@@ -168,7 +168,7 @@ def _program(config: TrainConfig, plan: CheckPlan) -> Callable[[Array, Array], t
         return cast(Array, logits_BTV)[..., :real], collected["intermediates"]
 
     def train(init_key: Array, dropout_key: Array) -> tuple[Sizes, Array]:
-        params = model.project(model.init(init_key, jnp.zeros((1, 1), jnp.int32))["params"])
+        params = model.init(init_key, jnp.zeros((1, 1), jnp.int32))["params"]
 
         def measured_step(carry: tuple[TrainState, Array], t: Array) -> tuple[Any, tuple[Sizes, Array]]:
             state, start_BTD = carry

@@ -69,11 +69,8 @@ def prepare(config: TrainConfig, *, continues: bool = False) -> Prepared:
 
 
 def init_state(task: Task, config: TrainConfig, key: Array) -> TrainState:
-    """Return the state before the first step; jit it, so that nothing is computed but the initial values.
-
-    A topology that projects parameters after each step has them projected before the first one, too.
-    """
-    return first_state(task.model, config, task.model.project(task.init(key)))
+    """Return the state before the first step; jit it, so that nothing is computed but the initial values."""
+    return first_state(task.model, config, task.init(key))
 
 
 def _check_memory(state: Any) -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxblock.contracts import check_integer
+from jaxblock.models.cache import check_cacheable
 from jaxblock.models.decoder import Decoder
 from jaxblock.training.config_file import build_config
 from jaxblock.training.evaluate_run import tokenizer_of
@@ -46,6 +47,7 @@ def sample_run(path: Path, given: Mapping[str, Any], *, seed: int) -> Continuati
         raise ValueError(
             f"the run in {str(path)!r} is a {run.run.task}; only a language_model continues prompts"
         )
+    check_cacheable(run.model)
     text = tokenizer_of(folder) or IDS
     if config.prompt is None:
         raise ValueError(f"the run in {str(path)!r} has no prompt of its own; pass --prompt TEXT")

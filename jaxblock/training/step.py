@@ -60,7 +60,8 @@ Step = Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics]]
 
 
 def first_state(model: Any, config: TrainConfig, params: Params) -> TrainState:
-    """Return the state before the first step for given parameters."""
+    """Return the state before the first step for given parameters, which a topology may project, as after each step."""
+    params = model.project(params)
     moments = make_optimizer(config.optimizer, model.labels, scaling=model.scaling).init(params)
     average = None
     if config.optimizer.average:
@@ -101,6 +102,8 @@ def make_step(
         finite = jnp.isfinite(jnp.stack([result.loss, mean_loss, norm, parameter_norm])).all()
         alarm = judge(state.guard, values_2, finite=finite, config=config.guard)
         average = move_average(state.average, params, state.step, decay=config.optimizer.average)
+        # A mean of points on a sphere lies inside it; what is saved has to be a model as the topology means it.
+        average = None if average is None else model.project(average)
         guard = remember(state.guard, values_2)
         new = TrainState(state.step + 1, state.skipped, params, moments, average, guard)
         # A select per leaf fuses into the update, and the last good state is always there to be saved.

@@ -160,6 +160,30 @@ def test_padding_reaches_nothing(experts):
     np.testing.assert_allclose(routing["balance_loss_B"][0, 0], routing["balance_loss"][0], rtol=1e-6)
 
 
+def test_padding_gives_no_expert_more_places():
+    """Two real tokens of a padded row have the places that two tokens alone have, not those of the row's length."""
+    module, draw = Experts(mixture("capacity(experts=2, active=1, factor=1.0)")), np.random.default_rng(0)
+    x_BTD = jnp.asarray(draw.normal(size=(1, 6, 8)), jnp.float32)
+    x_BTD = jnp.concatenate(
+        [x_BTD[:, :1]] * 2 + [x_BTD[:, 2:]], axis=1
+    )  # two equal tokens, one choice for both
+    params = module.init(jax.random.key(0), x_BTD, None)["params"]
+
+    def run(x_BTD, valid_BT):
+        y_BTD, collected = module.apply({"params": params}, x_BTD, valid_BT, mutable=[ROUTING])
+        return y_BTD, collected[ROUTING]["dropped"]
+
+    padded, dropped = run(x_BTD, jnp.arange(6)[None] < 2)
+    alone, dropped_alone = run(x_BTD[:, :2], None)
+    np.testing.assert_allclose(padded[:, :2], alone, rtol=1e-5, atol=1e-6)
+    assert dropped == dropped_alone == 1.0
+    assert np.abs(alone[0, 0]).max() > 0
+    assert (
+        run(x_BTD, None)[1] < 6
+    )  # control: six real tokens have three places an expert, so the two equal ones fit
+    np.testing.assert_array_equal(run(x_BTD, None)[0][0, 1], run(x_BTD, None)[0][0, 0])
+
+
 # Decoding ----------------------------------------------------------------------------------------------------
 
 

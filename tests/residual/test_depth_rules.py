@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import jax
+import numpy as np
 import pytest
 
 from jaxblock import Classifier, Decoder, Encoder
+from jaxblock.axes import path_name
 from jaxblock.residual import REGISTRY, check_depth_rules, topology
 from jaxblock.training.config import OptimizerConfig, TrainConfig
 from jaxblock.training.config_file import build_config
@@ -52,7 +55,7 @@ def test_a_topology_that_counts_depth_is_refused_beside_another_rule_that_does(n
     field = "initialization" if text == "gpt2" else "parametrization"
     both, rule = config(residual=name, **{field: text}), topology(name)
     if name not in COUNTED_TWICE:
-        if name not in SCALE_FREE:
+        if name not in SCALE_FREE and not (rule.sums_width and "base_width=4" in text):
             check_depth_rules(both, rule)
         return
     for use in (lambda: check_depth_rules(both, rule), lambda: TrainConfig(model=both)):
@@ -68,6 +71,8 @@ def test_a_connection_that_normalizes_its_branch_is_refused_and_no_other(name, t
     scaled, plain = config(parametrization=text, residual=name), config(residual=name)
     check_depth_rules(plain, topology(name))
     TrainConfig(model=plain)
+    if topology(name).sums_width and "base_width=4" in text:
+        return  # refused as a wider model, below
     if name not in SCALE_FREE:
         assert Decoder(scaled).labels == topology(name).labels
         TrainConfig(model=scaled)
@@ -153,3 +158,54 @@ def test_a_rule_whose_factor_starts_at_0_refuses_branches_that_do(name):
     Decoder(config(residual=name)).connections  # noqa: B018
     for other in ("pre_norm", "layer_scale", "deep_norm", "hyper_connections"):
         Decoder(config(residual=other, initialization="zero_output")).connections  # noqa: B018
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_what_sums_over_the_width_has_no_rule_for_a_wider_model(name):
+    """By shape, too: a parameter of a connection with the width among its axes and one more is a matrix over it."""
+    base = config(residual=name, norm="rms_norm", bias=False)
+    wide = dataclasses.replace(base, parametrization="complete_p(base_depth=3, base_width=4)")
+    rule = topology(name)
+    shapes = jax.eval_shape(Decoder(base).init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"][
+        "blocks"
+    ]
+    matrices = [
+        path_name(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+        if "connection" in path_name(path) and leaf.ndim > 2 and base.width in leaf.shape[1:]
+    ]
+    assert rule.sums_width or not matrices
+    if rule.sums_width:
+        with pytest.raises(
+            ValueError, match=r"summed over the width: .* base_width must be the model's width, 8"
+        ):
+            check_depth_rules(wide, rule)
+        check_depth_rules(dataclasses.replace(wide, width=4), rule)
+
+
+def test_a_mixer_of_positions_has_no_rule_for_a_wider_model():
+    changes = {"token_mixer": "mlp(hidden=4)", "positions": "none"}
+    with pytest.raises(ValueError, match=r"kernels sum over positions.*base_width must be model\.width, 8"):
+        config(**changes, parametrization="complete_p(base_depth=3, base_width=4)")
+    config(**changes, parametrization="complete_p(base_depth=3, base_width=8)")
+    config(
+        **changes | {"token_mixer": "convolution"}, parametrization="complete_p(base_depth=3, base_width=4)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "names"),
+    [
+        ("stochastic_depth", "linear(rate=0.1)", SCALE_FREE),
+        ("initialization", "gpt2", {name for name in REGISTRY if topology(name).project is not None}),
+    ],
+)
+def test_what_would_do_nothing_beside_a_topology_is_refused(field, text, names):
+    assert names
+    for name in REGISTRY:
+        asked, rule = config(residual=name, **{field: text}), topology(name)
+        if name in names:
+            with pytest.raises(ValueError, match=rf"model\.{field} is .*does nothing"):
+                check_depth_rules(asked, rule)
+        elif field == "stochastic_depth":
+            check_depth_rules(asked, rule)
