@@ -67,7 +67,7 @@ class ModelConfig:
     width: int
     """D, width of the residual stream."""
     heads: int
-    """H, number of query heads; divides width."""
+    """H, number of query heads; divides width. Another token mixer than attention has none, and does not read it."""
     kv_heads: int | None = None
     """G, number of key/value heads; divides heads. Left out: as many as heads."""
     hidden: int | None = None
@@ -107,7 +107,7 @@ class ModelConfig:
     attention_dropout: float = 0.0
     """Dropout rate of attention weights."""
     hidden_dropout: float = 0.0
-    """Dropout rate of the feed-forward's hidden activations."""
+    """Dropout rate of hidden activations: of the feed-forward, of each expert, of a token mixer."""
     branch_dropout: float = 0.0
     """Dropout rate of each branch's output, before it is added."""
     stochastic_depth: str = "none"

@@ -35,6 +35,7 @@ VARIANTS = (
     "input_injection(decay=1.1)",
     "unet(start=1.0)",
     "hyper_connections(weights='static')",
+    "hyper_connections(streams=2, activation='none')",
     "frac_connections(fractions=4, weights='static')",
     "manifold_hyper_connections(mixing='permutations', streams=3)",
     "muddformer(weights='static')",

@@ -39,7 +39,8 @@ class DataConfig(Section):
     """What the model reads."""
 
     path: str | None = None
-    """A text or JSONL file, a folder of them, or .bin token shards. Left out: the standard library's source."""
+    """A text or JSONL file, a folder of them, or .bin token shards; for a classifier labelled text or "digits",
+    scikit-learn's bundled images. Left out: the standard library's source."""
     batch: int = 8
     """B, sequences per step."""
     accumulation: int = 1
