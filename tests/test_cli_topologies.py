@@ -32,7 +32,7 @@ def test_json_carries_what_an_entry_declares(capsys):
     assert dense["flops"] == 2 * 64 * 90
     assert dense["options"] == {"dilation": 1, "period": 1}
     assert dense["reduces_to"] == "pre_norm"
-    assert dense["stream_bytes"] == 4 * 64 * (1 + 13)  # the state, and a history of 13 rows
+    assert dense["stream_bytes"] == 4 * 64 * (1 + 12)  # the state, and a history of all states but the last
     assert rows["pre_norm"]["traffic_ratio"] == 1.0
     assert rows["ngpt"]["projects"]
     assert rows["ngpt"]["labels"][0]["decay"] is False

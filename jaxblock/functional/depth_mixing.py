@@ -159,11 +159,12 @@ def read_finished(
     scores_RNBTH = jnp.einsum("nbthk,rhk->rnbth", grouped, queries_RHK, precision=_EXACT)
     if key_scales_RD is not None:
         scores_RNBTH = scores_RNBTH * _inverse_size(rows, epsilon)[None]
-    exists = _beside(sources.present, grouped[..., 0])[None]
+    exists, in_float32 = _beside(sources.present, grouped[..., 0])[None], sources._replace(chunks=(rows,))
     weights_RNBTH = jax.nn.softmax(scores_RNBTH, axis=1, where=exists)
-    value = jnp.einsum("rnbth,nbthk->rbthk", weights_RNBTH, grouped, precision=_EXACT)
+    # Reader by reader: one product, batched over tokens, is thousands of tiny ones, which are slower on CPU.
+    value = jax.lax.map(lambda weights: mix_sources(in_float32, weights), weights_RNBTH)
     log_weight = jax.nn.logsumexp(scores_RNBTH, axis=1, where=exists)
-    return FinishedPart(value.reshape(-1, *rows.shape[1:]), log_weight)
+    return FinishedPart(value, log_weight)
 
 
 def read_partial(finished: FinishedPart, partial_BTD: Array, score_BTH: Array, present: Array) -> Array:
@@ -191,6 +192,13 @@ def dense_terms(depth: int, *, dilation: int, period: int) -> np.ndarray:
     """
     i, j = np.arange(depth + 1)[:, None], np.arange(depth + 1)
     return (j <= i) & ((i - j) % dilation == 0) & (i % period == 0) & (i > 0)
+
+
+def kept_states(terms: np.ndarray) -> np.ndarray:
+    """Return the numbers of the states that an average after a later block reads, in order; the embedding always."""
+    later = np.tril(terms, -1).any(axis=0)
+    later[0] = True
+    return np.flatnonzero(later)
 
 
 def dense_table(weights: Array, terms: np.ndarray) -> Array:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxblock.config import ModelConfig
 from jaxblock.contracts import check_integer
-from jaxblock.functional.depth_mixing import dense_table, dense_terms, mix_sources
+from jaxblock.functional.depth_mixing import Sources, dense_table, dense_terms, kept_states, mix_sources
 from jaxblock.functional.residual import pre_norm
 from jaxblock.modules import Norm
 from jaxblock.residual.contract import Topology
@@ -26,10 +27,11 @@ from jaxblock.types import Array, Branch
 
 
 class DenseStream(NamedTuple):
-    """The state between sublayers, and a history of states, one per block."""
+    """The state between sublayers, and a history of states."""
 
     x_BTD: Array
     states: History
+    """The states that a later block's average reads (`kept_states`); with dilation and period, not all."""
 
 
 class DenseConnection(nn.Module):
@@ -53,30 +55,38 @@ class DenseWeights(nn.Module):
 
     @nn.compact
     def __call__(self) -> Array:
-        """Return the table alpha, float32 [L + 1, L + 1]; row i is what block i + 1 reads."""
+        """Return alpha, float32 [L + 1, kept states + 1]; row i is what block i + 1 reads, state i itself last."""
         terms = dense_terms(self.config.depth, dilation=self.dilation, period=self.period)
-        if not terms.any():  # a period longer than the stack: nothing is averaged, nothing is learned
-            return jnp.eye(len(terms), dtype=jnp.float32)
-        dtype = jnp.dtype(self.config.param_dtype)
-        weight = self.param("weight", nn.initializers.zeros, (int(terms.sum()),), dtype)
-        return jnp.eye(len(terms), dtype=jnp.float32) + dense_table(weight, terms)
+        alpha = jnp.eye(len(terms), dtype=jnp.float32)
+        if terms.any():  # else the period is longer than the stack: nothing is averaged, nothing is learned
+            dtype = jnp.dtype(self.config.param_dtype)
+            weight = self.param("weight", nn.initializers.zeros, (int(terms.sum()),), dtype)
+            alpha = alpha + dense_table(weight, terms)
+        return jnp.concatenate([alpha[:, kept_states(terms)], jnp.diagonal(alpha)[:, None]], axis=1)
 
 
 class DepthAverage(nn.Module):
     """y = sum_j alpha_ij x_j after every `period`-th block; x itself after the others."""
 
     config: ModelConfig
+    dilation: int
     period: int
 
     @nn.compact
     def __call__(self, stream: DenseStream) -> DenseStream:
         """Return the stream that the next block reads."""
         here = place(self)
-        states = stream.states.push(stream.x_BTD)
+        terms = dense_terms(self.config.depth, dilation=self.dilation, period=self.period)
+        is_kept = np.isin(np.arange(len(terms)), kept_states(terms))
         weights = jax.lax.dynamic_index_in_dim(here.shared, here.block + 1, keepdims=False)
 
         def average(x: Array, states: History, weights: Array) -> Array:
-            sources = states.sources()
+            earlier, newest = states.sources(), len(weights) - 1
+            sources = Sources(
+                (*earlier.chunks, x[None]),
+                jnp.append(earlier.present, True),
+                jnp.append(earlier.index, newest),
+            )
             return mix_sources(sources, weights[sources.index])
 
         def skip(x: Array, states: History, weights: Array) -> Array:
@@ -87,7 +97,9 @@ class DepthAverage(nn.Module):
                 return average(x, states, weights)
             return jax.lax.cond((here.block + 1) % self.period == 0, average, skip, x, states, weights)
 
-        return DenseStream(read_once(read, stream.x_BTD, states, weights), states)
+        # What no later block reads is not filed: every row costs a pass over memory at every block, forward and back.
+        states = stream.states.push(stream.x_BTD, when=jnp.asarray(is_kept)[here.block + 1])
+        return DenseStream(read_once(read, stream.x_BTD, stream.states, weights), states)
 
 
 class LastState(nn.Module):
@@ -116,7 +128,10 @@ def dense_former(dilation: int = 1, period: int = 1) -> Topology:
         return DenseWeights(config, dilation, period, name=name)
 
     def average(config: ModelConfig, *, name: str) -> nn.Module:
-        return DepthAverage(config, period, name=name)
+        return DepthAverage(config, dilation, period, name=name)
+
+    def kept(config: ModelConfig) -> int:
+        return len(kept_states(dense_terms(config.depth, dilation=dilation, period=period)))
 
     def count(config: ModelConfig) -> int:
         return norm_parameters(config, config.sublayers + 1) + read_terms(config)
@@ -125,15 +140,15 @@ def dense_former(dilation: int = 1, period: int = 1) -> Topology:
         return int(dense_terms(config.depth, dilation=dilation, period=period).sum())
 
     def traffic(config: ModelConfig) -> int:
-        """Pre-norm's, one more row written per block, and every term read but the newest, which is at hand."""
+        """Pre-norm's, a row written for every state kept, and every term read but the newest, which is at hand."""
         averages = config.depth // period
-        return config.width * (4 * config.sublayers + config.depth + read_terms(config) - averages)
+        return config.width * (4 * config.sublayers + kept(config) + read_terms(config) - averages)
 
     return Topology(
         DenseConnection,
         "x + f(norm(x)); after block i: x = sum_j alpha_ij x_j",
         "arXiv 2402.02622",
-        open=lambda config, x: DenseStream(x, open_history(x, config.depth + 1)),
+        open=lambda config, x: DenseStream(x, open_history(x, kept(config))),
         shared=weights,
         after_block=average,
         close=LastState,

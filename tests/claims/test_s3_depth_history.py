@@ -157,9 +157,9 @@ def test_s3_16_dense_former_adds_one_row_of_scalars_per_block(blocks):
 @jax.jit
 def dense_average(rows_NBTD, table):
     """Return what is read after the last of three blocks whose states, and the embedding, are these rows."""
-    states = History(rows_NBTD.at[3].set(0.0), jnp.int32(3))
+    states = History(rows_NBTD[:3], jnp.int32(3))
     here = {"block": jnp.int32(2), "sublayer": jnp.int32(4), "shared": table}
-    after: Any = DepthAverage(DENSE, 1).apply({"place": here}, DenseStream(rows_NBTD[3], states))
+    after: Any = DepthAverage(DENSE, 1, 1).apply({"place": here}, DenseStream(rows_NBTD[3], states))
     return after.x_BTD
 
 

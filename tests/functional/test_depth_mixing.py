@@ -14,6 +14,7 @@ from jaxblock.functional.depth_mixing import (
     dense_terms,
     depth_weights,
     depth_window,
+    kept_states,
     keyed_scores,
     mix_sources,
     read_finished,
@@ -76,6 +77,20 @@ def test_i34_period_equal_to_dilation_leaves_residue_classes_unread():
     terms = dense_terms(48, dilation=4, period=4)
     assert not terms[:, 5].any()
     assert dense_terms(48, dilation=4, period=5)[:, 5].any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 6))
+def test_only_states_that_a_later_average_reads_are_kept(depth, dilation, period):
+    terms = dense_terms(depth, dilation=dilation, period=period)
+    kept = kept_states(terms).tolist()
+    assert kept == sorted({0} | {j for i in range(depth + 1) for j in range(i) if terms[i, j]})
+    if dilation == period == 1:
+        assert kept == list(range(depth))  # all but the last
+
+
+def test_the_papers_4x5_keeps_half_of_24_states():
+    assert len(kept_states(dense_terms(24, dilation=4, period=5))) == 11
 
 
 def test_i34_masked_entries_are_zero_and_get_no_gradient():
