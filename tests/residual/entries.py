@@ -48,23 +48,34 @@ ALSO_BY_DEFAULT = {
     "post_norm": ("every_leaf_learns",),
     "layer_scale": ("every_leaf_learns",),
     "deep_norm": ("depth_scaled",),
-    "manifold_hyper_connections": ("loop_equals_scan", "reduces_to", "every_leaf_learns", "flops"),
+    "manifold_hyper_connections": ("reduces_to", "every_leaf_learns", "flops"),
     "peri_norm": ("scale_free",),
     "branch_norm": ("scale_free",),
     "block_attention_residual(sublayers=4)": ("memory_is_linear",),
 }
 SHOWN_BY_ANOTHER = {
-    "pre_norm": ("reduces_to", "vmap_equals_each_alone", "remat_equals_none"),
+    "pre_norm": ("reduces_to",),
     "dense_former": (
         "loop_equals_scan",
         "remat_equals_none",
         "parallel_wiring",
         "vmap_equals_each_alone",
+        "every_leaf_learns",
+        "causal",
+        "reduces_to",
         "one_block",
         "finite_in_bfloat16_at_100_blocks",
         "scale_free",
     ),
-    "attention_residual": ("jit_equals_eager", "plain_derivative_equals_reverse", "scale_free"),
+    "attention_residual": (
+        "jit_equals_eager",
+        "plain_derivative_equals_reverse",
+        "scale_free",
+        "vmap_equals_each_alone",
+        "finite_in_bfloat16_at_100_blocks",
+        "parallel_wiring",
+        "one_block",
+    ),
 }
 """Checks of a representative whose code another one's default run goes through as well: compiling is what is slow."""
 ONLY_HISTORIES = ("plain_derivative_equals_reverse", "memory_is_linear")
