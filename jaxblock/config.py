@@ -69,7 +69,7 @@ class ModelConfig:
     heads: int
     """H, number of query heads; divides width. Another token mixer than attention has none, and does not read it."""
     kv_heads: int | None = None
-    """G, number of key/value heads; divides heads. Left out: as many as heads."""
+    """G, number of key/value heads; divides heads; none: as many as heads."""
     hidden: int | None = None
     """F, feed-forward width. Left out: 4 * width, or 8/3 * width rounded up to a multiple of 32 when gated."""
     feed_forward: str = "gelu"
@@ -247,15 +247,16 @@ class ModelConfig:
             "attention_dropout": 0.0,
             "value_residual": "none",
         }
-        for name, off in idle.items():
-            if getattr(self, name) != off:
-                raise ValueError(
-                    f"model.{name} is {getattr(self, name)!r} and model.token_mixer is {mixer!r}; only attention has it"
-                )
+        set_ones = [
+            f"model.{name} is {getattr(self, name)!r} (it must be {off!r})"
+            for name, off in idle.items()
+            if getattr(self, name) != off
+        ]
         if self.position_choice.name in ("rope", "alibi"):
+            set_ones.append(f"model.positions is {self.positions!r} (it must be none, learned or sinusoidal)")
+        if set_ones:
             raise ValueError(
-                f"model.positions is {self.positions!r} and model.token_mixer is {mixer!r}; only attention reads them: "
-                "none, learned or sinusoidal"
+                f"{' and '.join(set_ones)} while model.token_mixer is {mixer!r}; only attention reads them"
             )
 
     @property

@@ -71,7 +71,11 @@ def check_number(
         single = float(np.float32(value))
     lost = not math.isfinite(single) or (value != 0 and abs(single) < SMALLEST)
     if lost or not all(holds(single) for text, holds, _ in bounds if text.startswith(("above", "below"))):
-        raise ValueError(f"{wanted}, also when it is rounded to float32, {single:g}")
+        if 0 < abs(single) < SMALLEST:
+            wanted += f", and 0 or at least {SMALLEST:.3g} in size, below which programs have 0"
+        else:
+            wanted += f", also where it is rounded to float32, which makes it {single:g}"
+        raise ValueError(wanted)
 
 
 def check_boolean(name: str, mask: Array) -> None:

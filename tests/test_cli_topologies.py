@@ -61,11 +61,16 @@ def test_a_width_that_one_cannot_have_is_said_in_the_list_and_refuses_it_alone(c
     assert "dense_former" in table
     assert cli.main(["topologies", "frac_connections", "--width", "33"]) == 2
     assert "fractions is 2" in capsys.readouterr().err
+    narrow = printed(["--width", "4"], capsys)
+    assert "laurel                      not of this size: model.residual: rank is 8" in narrow
+    assert cli.main(["topologies", "attention_residual(heads=3)", "--width", "8"]) == 2
+    assert "heads must divide width" in capsys.readouterr().err
 
 
 def test_a_page_says_how_to_start_it(capsys):
-    assert 'initialization "plain"; "zero_output" is refused' in printed(["rezero"], capsys)
-    assert "initialization any" in printed(["pre_norm"], capsys)
+    assert 'initialization "plain" or "gpt2"\n' in printed(["rezero"], capsys)
+    assert 'initialization "plain"\n' in printed(["ngpt"], capsys)
+    assert 'initialization "plain" or "gpt2" or "zero_output"\n' in printed(["pre_norm"], capsys)
 
 
 @pytest.mark.parametrize(

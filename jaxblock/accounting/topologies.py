@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxblock.accounting.flops import training_flops_per_token
 from jaxblock.choices import parse_choice
 from jaxblock.config import ModelConfig
-from jaxblock.residual import REGISTRY, Topology, topology
+from jaxblock.residual import REGISTRY, Topology, initializations, topology
 
 
 class TopologyFacts(NamedTuple):
@@ -42,8 +42,8 @@ class TopologyFacts(NamedTuple):
     """What it equals at its start."""
     scale_free: bool
     depth_scaled: bool
-    zero_start: bool
-    """Whether the initialization "zero_output" is refused."""
+    initializations: tuple[str, ...]
+    """Those that go with it."""
     sums_width: bool
     labels: tuple[dict[str, Any], ...]
     """What the optimizer does differently with some of its parameters."""
@@ -91,7 +91,7 @@ def topology_facts(
         reduces_to=found.reduces_to,
         scale_free=found.scale_free,
         depth_scaled=found.depth_scaled,
-        zero_start=found.zero_start,
+        initializations=initializations(config, found),
         sums_width=found.sums_width,
         labels=tuple(label._asdict() for label in found.labels),
         projects=found.project is not None,

@@ -100,6 +100,13 @@ def _integer(name: str, text: str) -> int:
 
 def _capped(config: Any, *, batch: int, context: int) -> Any:
     """Return the config with at most so many rows, in one piece, of at most so many tokens."""
+    mixer = config.model.token_mixer_choice
+    if mixer.name != "attention" and config.model.context > context:
+        raise ValueError(
+            f"model.token_mixer is {config.model.token_mixer!r} and model.context is {config.model.context}, which "
+            f"--most-context would cut to {context}: a mixer of positions is another one there; "
+            f"pass --most-context {config.model.context}"
+        )
     model = dataclasses.replace(config.model, context=min(config.model.context, context))
     data = config.data.model_copy(update={"batch": min(config.data.batch, batch), "accumulation": 1})
     return config.model_copy(update={"model": model, "data": data})

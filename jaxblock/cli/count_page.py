@@ -111,7 +111,10 @@ def _memory(memory: Mapping[str, Any]) -> list[str]:
         kept.append((policy, *cells, "<- this config" if policy == memory["remat"] else ""))
     batch = f"{memory['rows']:,} sequences of {memory['length']:,} tokens"
     step = [(f"held, and kept with remat {memory['remat']!r}", size(memory["training_step"]))]
-    cache = [(f"one sequence of {memory['length']:,}", size(memory["kv_cache_one_sequence"]))]
+    one = memory["kv_cache_one_sequence"]
+    cache = [
+        (f"one sequence of {memory['length']:,}", size(one) if one else "none: it cannot decode with one")
+    ]
     return [
         table("bytes held by training", held),
         table(f"bytes kept for the backward pass of {batch}", kept, words=1),

@@ -100,7 +100,7 @@ def _table(facts: "Sequence[TopologyFacts]", refused: Mapping[str, str], command
     for row in facts:
         numbers = f"{_extra(row):>13} {_percent(row.flops_overhead):>8} {row.stream_bytes:>10,}"
         lines.append(
-            f"{row.name:{longest}}  {numbers} {_times(row.traffic_ratio):>8}  {row.reduces_to or 'no other'}"
+            f"{row.name:{longest}}  {numbers} {_times(row.traffic_ratio):>8}  {row.reduces_to or '-'}"
         )
         lines.append(f"{'':{longest}}  {row.equation}  ({row.source})")
     lines += [f"{name:{longest}}  not of this size: {reason}" for name, reason in refused.items()]
@@ -126,7 +126,6 @@ def _page(row: "TopologyFacts", command: TopologiesCommand) -> str:
         + f"{DECAYS[label['decay']]} on the parameters that match {label['pattern']}"
         for label in row.labels
     )
-    starts = '"plain"; "zero_output" is refused' if row.zero_start else "any"
     flags = [
         *(["a factor on the branch changes nothing"] if row.scale_free else []),
         *(["its factors depend on the number of blocks"] if row.depth_scaled else []),
@@ -138,12 +137,21 @@ def _page(row: "TopologyFacts", command: TopologiesCommand) -> str:
         "rule": row.equation,
         "source": row.source,
         "config": f'residual = "{row.name}({options})"' if options else f'residual = "{row.name}"',
-        "starts as": row.reduces_to or "no other topology",
-        "start with": f"initialization {starts}",
-        "parameters": f"{_extra(row)} beside pre_norm's, {command.depth} blocks of width {command.width}",
-        "FLOPs": f"{_number(row.flops)} per token forward, {_percent(row.flops_overhead)} of a pre_norm model's",
+        "starts as": row.reduces_to or "itself: no other topology is equal to it there",
+        "start with": "initialization " + " or ".join(f'"{name}"' for name in row.initializations),
+        "parameters": _told(
+            row.parameters,
+            f"{_extra(row)} beside pre_norm's, {command.depth} blocks of width {command.width}",
+        ),
+        "FLOPs": _told(
+            row.flops,
+            f"{_number(row.flops)} per token forward, {_percent(row.flops_overhead)} of a pre_norm model's",
+        ),
         "stream": f"{row.stream_bytes:,} bytes per token from block to block, histories included",
-        "traffic": f"{_number(row.traffic_bytes)} bytes per token, {_times(row.traffic_ratio)} pre_norm's",
+        "traffic": _told(
+            row.traffic_bytes,
+            f"{_number(row.traffic_bytes)} bytes per token, {_times(row.traffic_ratio)} pre_norm's",
+        ),
         "properties": "; ".join(flags),
         "optimizer": labels or "as the roles of its parameters say: no weight decay on its own",
         "advice": row.advice or "none published",
@@ -152,6 +160,10 @@ def _page(row: "TopologyFacts", command: TopologiesCommand) -> str:
     return "\n".join(
         textwrap.fill(f"{name:12}  {text}", PAGE, subsequent_indent=indent) for name, text in rows.items()
     )
+
+
+def _told(value: int | float | None, text: str) -> str:
+    return "not declared" if value is None else text
 
 
 def _extra(row: "TopologyFacts") -> str:

@@ -136,8 +136,8 @@ class Trunk(nn.Module):
             collect=collect if cached is None else (*collect, WRITTEN),
         )
         record(self, "blocks", collected.get(INTERMEDIATES, {}))
-        if self.is_mutable_collection(ROUTING):
-            self.put_variable(ROUTING, "blocks", collected.get(ROUTING, {}))
+        if collected.get(ROUTING):
+            self.put_variable(ROUTING, "blocks", collected[ROUTING])
         if connections.close is not None:
             stream = connections.close(config, name="close")(stream, shared)
         if not isinstance(stream, jax.Array):

@@ -3,7 +3,7 @@
 from jaxblock.axes import Label
 from jaxblock.residual.combinator import STREAM_AXES, check_same_stream, residual
 from jaxblock.residual.contract import Groups, NoGradient, Topology
-from jaxblock.residual.depth_rules import check_depth_rules
+from jaxblock.residual.depth_rules import check_depth_rules, initializations
 from jaxblock.residual.history import History, open_history, read_once
 from jaxblock.residual.place import Place, place, told_ahead
 from jaxblock.residual.placements import BranchNorm, NoResidual, PeriNorm, PostNorm, PreNorm
@@ -27,6 +27,7 @@ __all__ = [
     "Views",
     "check_depth_rules",
     "check_same_stream",
+    "initializations",
     "open_history",
     "place",
     "read_once",

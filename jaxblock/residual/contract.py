@@ -88,7 +88,7 @@ The other fields of the record have defaults that say "nothing". One that reads 
 - `after_block` is a module `(stream) -> stream` that runs between blocks. `groups` is for histories that grow only
   every few blocks: a nested scan, and a place to compute for all its blocks at once what they read.
 - A factor that starts at 0 needs branches that do not: with initialization = "zero_output" (train.py's default) the
-  product of the two zeros never moves. Start such a model with initialization = "plain".
+  product of the two zeros never moves. Say so in `refuses_zero_output`; such a model starts with "plain".
 - A start that depends on the layer is a constant plus a parameter that starts at zero, because all layers of a
   stack are initialised by one function.
 
@@ -112,7 +112,7 @@ The fields, the first three required:
   zero_branch(config, x) -> x       the closed stream when branches return 0; left out, the embedding
   no_gradient                       tuple of `NoGradient(pattern, block, reason)`
   scale_free = False                True where it normalizes the branch's output: a factor on f changes nothing
-  zero_start = False                True where branches must not start at 0 as well: "zero_output" is refused
+  refuses_zero_output = ""          why branches must not start at 0, as its factor does: "zero_output" is refused
   depth_scaled = False              True where the first block's rule already depends on the number of blocks
   sums_width = False                True where parameters of its own are summed over the width, such as a gate's kernel
   flops(config) -> int              forward FLOPs per token of all connections' sums and matrix products
@@ -212,9 +212,9 @@ class Topology:
     """Declared: which of its parameters legitimately never get a gradient, and why."""
     scale_free: bool = False
     """Declared: whether what it writes is the same for f and for 2 f, because it normalizes the branch's output."""
-    zero_start: bool = False
-    """Declared: whether branches that start at 0 would never move (its own factor starts at 0 too) or have no
-    direction: the initialization "zero_output" is refused."""
+    refuses_zero_output: str = ""
+    """Declared: why branches must not start at 0, in words that follow a colon; the initialization "zero_output" is
+    refused with them. "" = they may."""
     depth_scaled: bool = False
     """Declared: whether the factors of the first block depend on the number of blocks: a parametrization or an
     initialization that also divides by the depth would count it twice."""

@@ -11,6 +11,11 @@ import numpy as np
 
 from jaxblock.config import ModelConfig
 
+GAIN_OF_ZERO = "its gain on the kernels that write to the stream would be lost on zeros"
+"""Why a rule with a gain on initial values refuses it."""
+ZERO_TIMES_ZERO = "its own factor starts at 0, and of a product of two zeros neither ever moves"
+"""Why a rule with a factor that starts at 0 refuses the initialization "zero_output"."""
+
 
 def norm_parameters(config: ModelConfig, norms: int) -> int:
     """Return the number of parameters of this many norms."""

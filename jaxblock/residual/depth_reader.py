@@ -200,6 +200,7 @@ def reader_topology(
         return PlaceKeys(config, places(config), name=name)
 
     def parameters(config: ModelConfig) -> int:
+        options.check_width(config)
         readers = (config.sublayers + 1) * reader_parameters(config, options, places(config))
         keys = places(config) * config.width if has_keys(options) else 0
         return readers + keys + norm_parameters(config, config.sublayers + 1)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxblock.axes import PARAMETERS
-from jaxblock.config import ModelConfig
+from jaxblock.config import INITIALIZATIONS, ModelConfig
 from jaxblock.residual.contract import Topology
 
 BLOCK_KERNELS = tuple(
@@ -22,56 +22,73 @@ def check_depth_rules(config: ModelConfig, topology: Topology) -> None:
     What scales them: a parametrization, the "gpt2" initialization, a topology that is `depth_scaled` or whose `gain`
     on some kernel's initial values changes with depth or width. Nothing: the topology is `scale_free`.
     """
-    if topology.zero_start and config.initialization_choice.name == "zero_output":
-        raise ValueError(
-            f"{_said('initialization', config, topology)}, whose branches must not start at 0: with a factor that "
-            "starts at 0 neither ever moves, a step along an output of 0 has no direction, without a skip nothing is "
-            'left; with it the initialization must be "plain"'
-        )
-    scaled = config.parametrization_choice.name != "standard"
-    if scaled and topology.scale_free:
-        raise ValueError(
-            f"{_said('parametrization', config, topology)}, which normalizes the branch's output: a factor on the "
-            'branch does nothing there; with it the parametrization must be "standard"'
-        )
-    base_width = config.parametrization_choice.options.get("base_width", config.width)
-    if topology.sums_width and base_width != config.width:
-        raise ValueError(
-            f"{_said('parametrization', config, topology)}, whose own parameters are summed over the width: no rule "
-            f"says how they scale with it; with it base_width must be the model's width, {config.width}"
-        )
+    faults = {
+        "initialization": _initialization_fault(config, topology, config.initialization_choice.name),
+        "parametrization": _parametrization_fault(config, topology),
+        "stochastic_depth": None,
+    }
+    allowed = {"initialization": initializations(config, topology), "parametrization": ("standard",)}
     if topology.scale_free and config.stochastic_depth_choice.name != "none":
-        raise ValueError(
-            f"{_said('stochastic_depth', config, topology)}, which normalizes the branch's output: what rows that are "
-            'kept are multiplied by to keep the mean does nothing there; with it stochastic_depth must be "none"'
+        faults["stochastic_depth"] = (
+            "normalizes the branch's output: what rows that are kept are multiplied by to keep the mean does nothing "
+            "there"
         )
-    if topology.project is not None and config.initialization_choice.name == "gpt2":
-        raise ValueError(
-            f"{_said('initialization', config, topology)}, which projects the kernels, so that what the initialization "
-            'divides them by does nothing; with it the initialization must be "plain"'
-        )
-    rules = {"parametrization": scaled, "initialization": config.initialization_choice.name == "gpt2"}
-    for field, allowed in (("parametrization", '"standard"'), ("initialization", '"plain" or "zero_output"')):
-        if not rules[field]:
-            continue
-        role = _scaled_role(config, topology)
-        what = f"whose initial {role} kernels are" if role else "whose rule is"
-        if role or topology.depth_scaled:
+        allowed["stochastic_depth"] = ("none",)
+    for field, fault in faults.items():
+        if fault is not None:
+            names = " or ".join(f'"{name}"' for name in allowed[field])
             raise ValueError(
-                f"{_said(field, config, topology)}, {what} scaled by the size of the model already: it would count "
-                f"twice; with it the {field} must be {allowed}"
+                f"model.{field} is {getattr(config, field)!r} and the residual connection is {topology.equation!r}, "
+                f"which {fault}; with it the {field} must be {names}"
             )
 
 
-def _said(field: str, config: ModelConfig, topology: Topology) -> str:
-    return f"model.{field} is {getattr(config, field)!r} and the residual connection is {topology.equation!r}"
+def initializations(config: ModelConfig, topology: Topology) -> tuple[str, ...]:
+    """Return the names of the initializations that go with a topology."""
+    return tuple(name for name in INITIALIZATIONS if _initialization_fault(config, topology, name) is None)
+
+
+def _initialization_fault(config: ModelConfig, topology: Topology, initialization: str) -> str | None:
+    """Return what is wrong with a topology under an initialization, in words that go on from "which"."""
+    if initialization == "zero_output" and topology.refuses_zero_output:
+        return f"must not start from branches that write 0: {topology.refuses_zero_output}"
+    if initialization != "gpt2":
+        return None
+    if topology.project is not None:
+        return "projects the kernels, so that what the initialization divides them by does nothing"
+    return _counts_already(config, topology)
+
+
+def _parametrization_fault(config: ModelConfig, topology: Topology) -> str | None:
+    """Return what is wrong with a topology under the config's parametrization, in words that go on from "which"."""
+    name, options = config.parametrization_choice
+    if name == "standard":
+        return None
+    if topology.scale_free:
+        return "normalizes the branch's output: a factor on the branch does nothing there"
+    if topology.sums_width and options.get("base_width", config.width) != config.width:
+        return (
+            "sums parameters of its own over the width, and no known rule scales those (where base_width is the "
+            f"model's width, {config.width}, none has to)"
+        )
+    return _counts_already(config, topology)
+
+
+def _counts_already(config: ModelConfig, topology: Topology) -> str | None:
+    role = _scaled_role(config, topology)
+    if role is None and not topology.depth_scaled:
+        return None
+    what = f"scales the initial values of {role} kernels" if role else "has factors that are scaled"
+    return f"{what} by the size of the model already: it would count twice"
 
 
 def _scaled_role(config: ModelConfig, topology: Topology) -> str | None:
     """Return a role whose gain depends on depth or width; None where there is none."""
+    # Without the parametrization, whose base may have to be the config's own width.
+    plain = dataclasses.replace(config, parametrization="standard")
     for size, value in (("depth", config.depth), ("width", config.width)):
-        other = dataclasses.replace(config, **{size: 2 * value})
+        other = dataclasses.replace(plain, **{size: 2 * value})
         for role in BLOCK_KERNELS:
-            if topology.gain(config, role) != topology.gain(other, role):
+            if topology.gain(plain, role) != topology.gain(other, role):
                 return role
     return None

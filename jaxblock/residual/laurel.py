@@ -81,6 +81,8 @@ def laurel(form: str = "rw_lr", rank: int = RANK) -> Topology:
         return Laurel(config, form, rank, name=name)
 
     def parameters(config: ModelConfig) -> int:
+        if has_map:
+            check_rank(config, rank)
         own = 2 * has_weights + 2 * config.width * rank * has_map
         return config.sublayers * own + norm_parameters(config, config.sublayers + 1)
 

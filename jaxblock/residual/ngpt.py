@@ -94,9 +94,9 @@ def ngpt(start: float = 0.05) -> Topology:
         parameters=parameters,
         zero_branch=on_sphere,
         scale_free=True,
-        zero_start=True,
+        refuses_zero_output="an output of 0 has no direction to step along",
         flops=no_flops,
         traffic=passes(4),
-        advice="no weight decay and no warm-up; initialization = 'plain', as the direction of an output that is 0 has "
+        advice="no weight decay and no warm-up (optimizer.warmup = 0); the direction of an output that is 0 would have "
         "a gradient of 1e6",
     )

@@ -84,7 +84,7 @@ def none() -> Topology:
         parameters=_norms(1, final=True),
         mixing=lambda config: np.eye(config.sublayers + 1),
         zero_branch=lambda config, x: jnp.zeros_like(x),
-        zero_start=True,
+        refuses_zero_output="without a skip nothing would be left of the embedding",
         flops=no_flops,
         traffic=passes(2),
     )

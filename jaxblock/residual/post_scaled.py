@@ -21,7 +21,7 @@ from jaxblock.functional import residual
 from jaxblock.functional.norms import layer_norm, rms_norm
 from jaxblock.modules.norm import Norm
 from jaxblock.residual.contract import Topology
-from jaxblock.residual.declarations import no_flops, norm_parameters, passes
+from jaxblock.residual.declarations import GAIN_OF_ZERO, no_flops, norm_parameters, passes
 from jaxblock.types import Array, Branch
 
 GAIN_ROLES = frozenset({"value", "output", "gate", "up", "down"})
@@ -66,10 +66,10 @@ def deep_norm() -> Topology:
         "norm(S^(1/4) x + f(x))",
         "arXiv 2203.00555",
         norms=1,
-        advice='half of pre-norm\'s learning rate in DepthBench (arXiv 2609.32534); initialization must be "plain", '
-        "as zero_output leaves no gain on the kernels it zeroes; a module whose kernels miss the gain made it diverge",
+        advice="half of pre-norm's learning rate in DepthBench (arXiv 2609.32534); a module whose kernels miss the "
+        "gain made it diverge",
     )
-    return dataclasses.replace(rule, gain=gain)
+    return dataclasses.replace(rule, gain=gain, refuses_zero_output=GAIN_OF_ZERO)
 
 
 def keel() -> Topology:

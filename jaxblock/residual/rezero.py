@@ -18,7 +18,7 @@ from jaxblock.contracts import check_choice
 from jaxblock.functional import residual
 from jaxblock.modules.norm import Norm
 from jaxblock.residual.contract import Topology
-from jaxblock.residual.declarations import no_flops, norm_parameters, passes
+from jaxblock.residual.declarations import ZERO_TIMES_ZERO, no_flops, norm_parameters, passes
 from jaxblock.residual.place import place
 from jaxblock.residual.scaled import scaled_mixing
 from jaxblock.types import Array, Branch
@@ -78,7 +78,7 @@ def rezero(norm: str = "none", share: str = "sublayer") -> Topology:
         shared=BlockAlphas if share == "block" else None,
         parameters=parameters,
         mixing=functools.partial(scaled_mixing, scale=0.0),
-        zero_start=True,
+        refuses_zero_output=ZERO_TIMES_ZERO,
         flops=no_flops,
         traffic=passes(3 if norm == "none" else 4),
         advice="alpha wants a learning rate of its own, smaller than the model's (runs diverged with one for all): "

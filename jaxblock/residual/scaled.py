@@ -24,7 +24,13 @@ from jaxblock.functional import residual
 from jaxblock.functional.parametrization import complete_p
 from jaxblock.modules.norm import Norm
 from jaxblock.residual.contract import Topology
-from jaxblock.residual.declarations import additive_mixing, no_flops, norm_parameters, passes
+from jaxblock.residual.declarations import (
+    ZERO_TIMES_ZERO,
+    additive_mixing,
+    no_flops,
+    norm_parameters,
+    passes,
+)
 from jaxblock.types import Array, Branch
 
 
@@ -168,7 +174,7 @@ def _learned(
         parameters=_parameters(lambda config: config.sublayers * (config.width if channels else 1)),
         reduces_to="pre_norm" if start == 1 else None,
         mixing=functools.partial(scaled_mixing, scale=start),
-        zero_start=start == 0,
+        refuses_zero_output=ZERO_TIMES_ZERO if start == 0 else "",
         flops=no_flops,
         traffic=passes(4),
         advice="LayerScale's paper starts at 0.1 up to 18 blocks, at 1e-5 with 24, at 1e-6 beyond; a small start needs "

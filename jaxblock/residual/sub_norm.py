@@ -12,7 +12,7 @@ import math
 
 from jaxblock.config import ModelConfig
 from jaxblock.residual.contract import Topology
-from jaxblock.residual.declarations import additive_mixing, no_flops, norm_parameters, passes
+from jaxblock.residual.declarations import GAIN_OF_ZERO, additive_mixing, no_flops, norm_parameters, passes
 from jaxblock.residual.placements import PreNorm
 from jaxblock.residual.post_scaled import GAIN_ROLES
 
@@ -35,11 +35,11 @@ def sub_norm() -> Topology:
         "x + f(norm(x)), f = W norm(g(x))",
         "arXiv 2210.06423",
         gain=gain,
+        refuses_zero_output=GAIN_OF_ZERO,
         inner_norm=True,
         parameters=parameters,
         mixing=additive_mixing,
         flops=no_flops,
         traffic=passes(4),
-        advice='initialization must be "plain": zero_output leaves no gain on the kernels it zeroes, gpt2 and '
-        "parametrizations scale by depth as well; the inner norms' traffic is the branches', not counted here",
+        advice="pre-norm's learning rate; the inner norms' traffic is the branches', not counted here",
     )

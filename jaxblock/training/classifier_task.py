@@ -70,6 +70,7 @@ def classifier_task(config: TrainConfig) -> Task:
 
     return Task(
         model=model,
+        unit="examples",
         init=lambda key: model.init(key, jnp.zeros((1, config.model.context), jnp.int32))["params"],
         loss=lambda params, batch, key: classifier_loss(
             model, params, batch, options=options, dropout_key=key, balance=balance

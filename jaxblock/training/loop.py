@@ -67,7 +67,7 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
         except ValueError as error:  # data that were not read before, as the ids of a large shard
             raise RunError(str(error)) from error
         with (
-            Progress(steps=config.run.steps, done=done) as progress,
+            Progress(steps=config.run.steps, done=done, unit=prepared.task.unit) as progress,
             Watch(config, folder, baseline=baseline.loss, say=progress.say) as watch,
         ):
             for line in _opening(prepared, begun, parameters, baseline):

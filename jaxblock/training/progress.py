@@ -11,7 +11,9 @@ import rich.progress
 class Progress:
     """Report steps of a run to stderr, so that stdout stays free for results."""
 
-    def __init__(self, *, steps: int, done: int):
+    def __init__(self, *, steps: int, done: int, unit: str = "tokens"):
+        """`unit` is what a run's targets are called."""
+        self._unit = unit
         self._console = rich.console.Console(stderr=True, highlight=False)
         self._steps, self._done, self._start = steps, done, time.perf_counter()
         self._bar: rich.progress.Progress | None = None
@@ -42,7 +44,7 @@ class Progress:
         self, step: int, *, loss: float, tokens_per_s: float, model_flops_utilisation: float | None = None
     ) -> None:
         """Report that `step` updates are done; utilisation where it is known."""
-        words = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
+        words = f"loss {loss:.4f}  {tokens_per_s:,.0f} {self._unit}/s"
         if model_flops_utilisation is not None:
             words += f"  {100 * model_flops_utilisation:.1f} % of peak"
         if self._bar is not None:

@@ -65,6 +65,8 @@ class Task:
     """(parameters, key) -> the text of sample.txt."""
     forward: Callable[[Params, Any, Array | None], tuple[Array, dict[str, Any]]]
     """(params, batch, dropout key) -> (logits, intermediates): what a bad step is searched with."""
+    unit: str = "tokens"
+    """What its targets are called."""
     utilisation: Callable[[float], float | None] = lambda per_second: None
     """Targets per second -> model FLOPs utilisation of this process's devices; None where the chip is not known."""
 

@@ -379,6 +379,23 @@ def check_every_leaf_learns(entry: Entry) -> None:
     assert not unused, f"{entry}: `no_gradient` lists {unused}, which match no parameter"
 
 
+def check_moves_from_zero_output(entry: Entry) -> None:
+    """Branches whose last kernels are 0 (initialization "zero_output") get a gradient, or that start is refused."""
+    if entry.topology.refuses_zero_output:
+        return
+    model, params = start(entry.topology, config(**{**PLAIN, "feed_forward": "gelu"}))
+    last = lambda role: role in ("output", "down")  # noqa: E731
+    params = jax.tree.map(lambda x, role: jnp.zeros_like(x) if last(role) else x, params, roles(params))
+    _, gradients = compiled(model)(params, tokens(), None)
+    for (path, leaf), role in zip(
+        jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(roles(params)), strict=True
+    ):
+        assert not last(role) or jnp.any(leaf), (
+            f"{entry}: {path_name(path)} starts at 0 with the initialization zero_output and gets no gradient there: a "
+            "factor that starts at 0 too? Say why in `refuses_zero_output`"
+        )
+
+
 def check_weight_decay_leaves_it_alone(entry: Entry) -> None:
     """Without a gradient, an AdamW step moves no parameter of a topology that its labels do not ask to decay."""
     _, params = off_start(entry.topology, config(**PLAIN))
@@ -468,6 +485,7 @@ CHECKS: dict[str, Callable[[Entry], None]] = {
     "depth_scaled": check_depth_scaled,
     "flops": check_flops,
     "every_leaf_learns": check_every_leaf_learns,
+    "moves_from_zero_output": check_moves_from_zero_output,
     "memory_is_linear": check_memory_is_linear,
     "finite_in_bfloat16_at_100_blocks": check_finite_in_bfloat16_at_100_blocks,
     "traced_once": check_traced_once,

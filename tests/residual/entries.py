@@ -61,6 +61,7 @@ SHOWN_BY_ANOTHER = {
         "parallel_wiring",
         "vmap_equals_each_alone",
         "every_leaf_learns",
+        "moves_from_zero_output",
         "causal",
         "reduces_to",
         "one_block",

@@ -179,6 +179,15 @@ class DropsStream(Scaled):
         return f(Norm(self.config, name="norm")(x))
 
 
+class StartsShut(Scaled):
+    """A gate that starts at 0, and says nothing about branches that do."""
+
+    @nn.compact
+    def __call__(self, x, f):
+        gate = self.param("gate", nn.initializers.zeros, ())
+        return x + gate * f(Norm(self.config, name="norm")(x))
+
+
 class Buffer(NamedTuple):
     x: jax.Array
     rows: jax.Array
@@ -255,6 +264,11 @@ WRONG = {
         of(type("Dead", (Scaled,), {"__call__": nn.compact(lambda self, x, f: dead(self, x, f))})),
         "every_leaf_learns",
         "connection/dead of block 0 gets no gradient, and `no_gradient` does not list it",
+    ),
+    "never_moves_from_zero_output": (
+        of(StartsShut),
+        "moves_from_zero_output",
+        "starts at 0 with the initialization zero_output and gets no gradient there",
     ),
     "lists_a_living_parameter": (
         of(Scaled, no_gradient=(NoGradient("blocks/attention_connection/scale", 0, "a lie"),)),

@@ -8,7 +8,7 @@ import pytest
 
 from jaxblock import Classifier, Decoder, Encoder
 from jaxblock.axes import path_name
-from jaxblock.residual import REGISTRY, check_depth_rules, topology
+from jaxblock.residual import REGISTRY, check_depth_rules, initializations, topology
 from jaxblock.training.config import OptimizerConfig, TrainConfig
 from jaxblock.training.config_file import build_config
 from tests.residual.battery import CHECKS, Entry
@@ -93,14 +93,17 @@ def test_a_connection_that_normalizes_its_branch_is_refused_and_no_other(name, t
 @pytest.mark.parametrize("text", SCALING)
 def test_a_topology_that_scales_initial_values_by_depth_is_refused(text):
     with pytest.raises(
-        ValueError, match=r"initial value kernels are scaled by the size of the model already: .* count twice"
+        ValueError,
+        match=r"scales the initial values of value kernels by the size of the model already: .* count twice",
     ):
         Decoder(config(parametrization=text), topology=DEEP_NORM).connections  # noqa: B018
     assert Decoder(config(), topology=DEEP_NORM).connections is DEEP_NORM
     constant = dataclasses.replace(DEEP_NORM, gain=lambda config, role: 0.5)
     assert Decoder(config(parametrization=text), topology=constant).connections is constant
     by_width = dataclasses.replace(DEEP_NORM, gain=lambda config, role: config.width**-0.5)
-    with pytest.raises(ValueError, match="initial query kernels are scaled by the size of the model already"):
+    with pytest.raises(
+        ValueError, match="the initial values of query kernels by the size of the model already"
+    ):
         Decoder(config(parametrization=text), topology=by_width).connections  # noqa: B018
 
 
@@ -149,14 +152,28 @@ def test_a_false_declaration_fails_the_battery(name, says):
 
 
 @pytest.mark.parametrize(
-    "name", ["rezero", "ngpt", "layer_scale(start=0.0)", "learned_scale(start=0.0)", "rezero(norm='pre')"]
+    ("name", "reason", "allowed"),
+    [
+        ("rezero", "of a product of two zeros neither ever moves", ("plain", "gpt2")),
+        ("rezero(norm='pre')", "of a product of two zeros neither ever moves", ("plain", "gpt2")),
+        ("layer_scale(start=0.0)", "of a product of two zeros neither ever moves", ("plain", "gpt2")),
+        ("learned_scale(start=0.0)", "of a product of two zeros neither ever moves", ("plain", "gpt2")),
+        ("none", "without a skip", ("plain", "gpt2")),
+        ("ngpt", "an output of 0 has no direction", ("plain",)),
+        ("deep_norm", "its gain on the kernels that write to the stream", ("plain",)),
+        ("sub_norm", "its gain on the kernels that write to the stream", ("plain",)),
+    ],
 )
-def test_a_rule_whose_factor_starts_at_0_refuses_branches_that_do(name):
+def test_branches_that_start_at_0_are_refused_with_the_rules_own_reason(name, reason, allowed):
     """The product of two zeros has no gradient in either: such a run would train its embedding alone."""
-    with pytest.raises(ValueError, match=r"model\.initialization is 'zero_output' .* must be \"plain\""):
+    assert initializations(config(residual=name), topology(name)) == allowed
+    names = " or ".join(f'"{x}"' for x in allowed)
+    with pytest.raises(
+        ValueError, match=rf"model\.initialization is 'zero_output' .*{reason}.* must be {names}$"
+    ):
         Decoder(config(residual=name, initialization="zero_output")).connections  # noqa: B018
     Decoder(config(residual=name)).connections  # noqa: B018
-    for other in ("pre_norm", "layer_scale", "deep_norm", "hyper_connections"):
+    for other in ("pre_norm", "layer_scale", "keel", "hyper_connections"):
         Decoder(config(residual=other, initialization="zero_output")).connections  # noqa: B018
 
 
@@ -177,7 +194,7 @@ def test_what_sums_over_the_width_has_no_rule_for_a_wider_model(name):
     assert rule.sums_width or not matrices
     if rule.sums_width:
         with pytest.raises(
-            ValueError, match=r"summed over the width: .* base_width must be the model's width, 8"
+            ValueError, match=r"over the width, and no known rule .*base_width is the model's width, 8"
         ):
             check_depth_rules(wide, rule)
         check_depth_rules(dataclasses.replace(wide, width=4), rule)
@@ -187,7 +204,8 @@ def test_a_mixer_of_positions_has_no_rule_for_a_wider_model():
     changes = {"token_mixer": "mlp(hidden=4)", "positions": "none"}
     with pytest.raises(ValueError, match=r"kernels sum over positions.*base_width must be model\.width, 8"):
         config(**changes, parametrization="complete_p(base_depth=3, base_width=4)")
-    config(**changes, parametrization="complete_p(base_depth=3, base_width=8)")
+    for text in ("complete_p(base_depth=3, base_width=8)", "depth_mup(base_depth=1)"):
+        check_depth_rules(config(**changes, parametrization=text), topology("pre_norm"))
     config(
         **changes | {"token_mixer": "convolution"}, parametrization="complete_p(base_depth=3, base_width=4)"
     )

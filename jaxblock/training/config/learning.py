@@ -84,7 +84,8 @@ class OptimizerConfig(Section):
     warmup: float = 0.05
     """Warm-up as a fraction of run.steps; it rises linearly and the first update is not 0."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, times the learning rate; norms, biases, tables and connections are left out."""
+    """Decoupled weight decay, times the learning rate; norms, biases and tables are left out, and a
+    connection's parameters but those its topology labels."""
     clip: float = 1.0
     """Largest global gradient norm; 0 = no clipping."""
     role_rates: dict[str, float] = pydantic.Field(default={})
