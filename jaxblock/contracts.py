@@ -52,8 +52,8 @@ def check_number(
 ) -> None:
     """Raise ValueError unless `value` is a real number in the range, as float32, too; NaN and infinities never are.
 
-    `least` and `most` include the bound, `above` and `below` exclude it. What float32 would make infinite, or 0, or
-    equal to a bound that is excluded, is refused: programs compute with that.
+    `least` and `most` include the bound, `above` and `below` exclude it. What float32 would make infinite, or equal
+    to a bound that is excluded, is refused: programs compute with that.
     """
     bounds = [
         (f"at least {least}", lambda v: least is None or v >= least, least),
@@ -69,13 +69,10 @@ def check_number(
         raise ValueError(wanted)
     with np.errstate(over="ignore"):
         single = float(np.float32(value))
-    lost = not math.isfinite(single) or (value != 0 and abs(single) < SMALLEST)
-    if lost or not all(holds(single) for text, holds, _ in bounds if text.startswith(("above", "below"))):
-        if 0 < abs(single) < SMALLEST:
-            wanted += f", and 0 or at least {SMALLEST:.3g} in size, below which programs have 0"
-        else:
-            wanted += f", also where it is rounded to float32, which makes it {single:g}"
-        raise ValueError(wanted)
+    single = 0.0 if abs(single) < SMALLEST else single
+    strict = [holds for text, holds, _ in bounds if text.startswith(("above", "below"))]
+    if not math.isfinite(single) or not all(holds(single) for holds in strict):
+        raise ValueError(f"{wanted}, also in float32, where it is {single:g}")
 
 
 def check_boolean(name: str, mask: Array) -> None:

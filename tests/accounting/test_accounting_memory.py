@@ -123,7 +123,7 @@ def test_dropout_keeps_its_masks():
     ("residual", "rows"),
     [
         ("pre_norm", 0),
-        ("dense_former", 4 + 1),
+        ("dense_former", 4),
         ("attention_residual", 8 + 1),
         ("block_attention_residual(sublayers=4)", 2 + 1),
     ],
