@@ -25,7 +25,7 @@ to about 0.1): init_diff at most 4.5e-7 where a topology equals another at its s
 exponents 0.75 to 1.00. Step times: dense_former(dilation=4, period=5) 1.09, manifold_hyper_connections 1.30, and
 block_attention_residual(sublayers=6) 1.20, which misses 1.12. Where its time goes, measured apart: with one sum of all
 48 sublayers, which leaves phase 2 and the nested loops, 1.16; two sums 1.25, four 1.27, eight 1.36, all before phase 1
-went reader by reader (eight: 1.31, 1.20 in the table's run). Phase 1 alone took 21 ms per group of 6 readers and 9 sums,
+went reader by reader (eight: 1.31, 1.20 in the table's run). Phase 1 alone took 21 ms per group of 6 readers and 9 sums
 forward and back, then 18: products of 6 x 9 numbers per token, which XLA does not vectorize on CPU. Compiling a group's
 blocks as one step instead of an inner loop changed nothing (1.34).
 
