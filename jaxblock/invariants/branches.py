@@ -20,7 +20,13 @@ from jaxblock.residual.contract import open_array
 from jaxblock.residual.place import COLLECTION as PLACE
 from jaxblock.types import Array, Params
 
-_LAST_MAPS = {"attention/output": "attention", "feed_forward/down": "feed_forward"}
+_LAST_MAPS = {
+    "attention/output": "attention",
+    "token_mixer/mlp_down": "attention",
+    "token_mixer/convolution_out": "attention",
+    "feed_forward/down": "feed_forward",
+    "experts/down": "feed_forward",
+}
 
 
 class ZeroBranchReport(NamedTuple):
@@ -38,8 +44,9 @@ def scale_branches(params: Params, *, attention: float | Array, feed_forward: fl
 
     Args:
       params: a model's, or one block's, parameters.
-      attention: factor on attention's output kernel and bias; may be traced.
-      feed_forward: factor on the feed-forward's down kernel and bias; may be traced.
+      attention: factor on the output kernel and bias of attention, or of the token mixer in its place: a number, or
+        one per block [L]; may be traced.
+      feed_forward: the same of the feed-forward's, or the experts', down kernel and bias.
 
     Raises:
       ValueError: the tree has no such kernels.
@@ -52,7 +59,8 @@ def scale_branches(params: Params, *, attention: float | Array, feed_forward: fl
         if branch is None:
             return x
         found.add(branch)
-        return x * jnp.asarray(gains[branch], x.dtype)
+        gain = jnp.asarray(gains[branch], x.dtype)
+        return x * (gain.reshape(-1, *(1,) * (x.ndim - 1)) if gain.ndim else gain)
 
     scaled = jax.tree_util.tree_map_with_path(leaf, params)
     if found != set(gains):

@@ -18,8 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxblock.config import ExecutionConfig, ModelConfig
+from jaxblock.functional.gradient_tap import gradient_tap
 from jaxblock.functional.masks import AttentionPattern
 from jaxblock.functional.parametrization import scaled
+from jaxblock.models.observation import GIVEN, OBSERVED, TAPS, Observer, Sublayer
 from jaxblock.modules import (
     Attention,
     AttentionInputs,
@@ -82,6 +84,8 @@ class Block(nn.Module):
     config: ModelConfig
     execution: ExecutionConfig
     topology: Topology
+    observe: Observer | None = None
+    """What measures each sublayer (see `models.observation`)."""
 
     @nn.compact
     def __call__(self, stream: Stream, inputs: AttentionInputs, layer: LayerInputs) -> Stream:
@@ -92,16 +96,17 @@ class Block(nn.Module):
         mix, mixing = self._token_mixing(inputs)
         feed = self._feed_forward(inputs.pattern)
         rates = (None, None) if layer.drop_rates is None else tuple(layer.drop_rates)
+        connect = functools.partial(self._connect, valid_BT=inputs.pattern.key_valid_BT)
 
         self._record_stream("resid_pre", stream)
         if config.wiring == "parallel":
             both = self._dropped("parallel", lambda h: mix(h) + feed(h), rates[0])
-            stream = self._connect(stream, "connection", "parallel", both)
+            stream = connect(stream, "connection", "parallel", both)
         else:
             mix, feed = self._dropped(mixing, mix, rates[0]), self._dropped("feed_forward", feed, rates[1])
-            stream = self._connect(stream, f"{mixing}_connection", mixing, mix)
+            stream = connect(stream, f"{mixing}_connection", mixing, mix)
             self._record_stream("resid_mid", stream)
-            stream = self._connect(stream, "feed_forward_connection", "feed_forward", feed)
+            stream = connect(stream, "feed_forward_connection", "feed_forward", feed)
         if self.topology.after_block is not None:
             before, stream = stream, self.topology.after_block(config, name="after_block")(stream)
             check_same_stream("after_block", before, stream)
@@ -148,18 +153,29 @@ class Block(nn.Module):
         """Return the branch with rows of its output dropped whole."""
         return lambda h: DropRows(name=f"{name}_rows")(branch(h), rate)
 
-    def _connect(self, stream: Stream, name: str, branch_name: str, branch: Branch) -> Stream:
+    def _connect(
+        self, stream: Stream, name: str, branch_name: str, branch: Branch, *, valid_BT: Array | None
+    ) -> Stream:
         """Run one sublayer."""
-        factor = scaling(self.config).branch
+        factor, calls = scaling(self.config).branch, []
+        if self.has_variable(TAPS, branch_name) and isinstance(stream, jax.Array):
+            stream = gradient_tap(stream, self.get_variable(TAPS, branch_name))
 
         def recorded(h: Array) -> Array:
             y = scaled(branch(h), factor)
             record(self, f"{branch_name}_in", h)
             record(self, f"{branch_name}_out", y)
+            calls.append((h, y))
             return y
 
         connection = self.topology.connection(self.config, name=name)
-        return residual(connection, stream, recorded, dtype=self.config.dtype)
+        after = residual(connection, stream, recorded, dtype=self.config.dtype)
+        if self.observe is not None and self.is_mutable_collection(OBSERVED):
+            ((read, output),) = calls
+            given = self.get_variable(GIVEN, "observer") if self.has_variable(GIVEN, "observer") else None
+            seen = jax.lax.stop_gradient(Sublayer(stream, read, output, after, valid_BT, given))
+            self.put_variable(OBSERVED, branch_name, dict(self.observe(seen)))
+        return after
 
     def _record_stream(self, name: str, stream: Stream) -> None:
         if isinstance(stream, jax.Array):

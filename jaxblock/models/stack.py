@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxblock.config import ExecutionConfig
 from jaxblock.contracts import check_integer
 from jaxblock.models.block import LayerInputs
+from jaxblock.models.observation import GIVEN, TAPS
 from jaxblock.models.write_once import Step, holds_history, scan_group, scan_plain, scan_write_once
 from jaxblock.modules import AttentionInputs
 from jaxblock.modules.attention import CACHE, VALUES, FirstValues
@@ -44,6 +45,10 @@ class StackInputs(NamedTuple):
     """The blocks' collection "cache", every leaf [L, ...]: scanned, and only read; None = no decoding."""
     first_values: Array | None = None
     """Zeros of the shape of attention's values, [B, T, G, K], where blocks read the first one's; else None."""
+    taps: Params = None
+    """The blocks' collection "taps", every leaf [L]; None = no gradient is measured."""
+    given: Any = None
+    """The blocks' collection "given", the same for all; None = an observer reads nothing besides."""
 
 
 class Carried(NamedTuple):
@@ -98,12 +103,16 @@ def run_blocks(
     keys = None if dropout_key is None else jax.random.split(dropout_key, depth)
 
     def step(carried: Carried, scanned: tuple, closed: tuple) -> tuple[Carried, dict[str, Any]]:
-        (layer_params, layer, key, ahead, cache), (attention, shared) = scanned, closed
+        (layer_params, layer, key, ahead, cache, taps), (attention, shared, given) = scanned, closed
         if carried.values is not None:
             attention = attention._replace(first=FirstValues(carried.values, layer.block > 0))
         variables = {"params": layer_params, PLACE: _place(layer, shared, ahead)}
         if cache is not None:
             variables[CACHE] = cache
+        if taps is not None:
+            variables[TAPS] = taps
+        if given is not None:
+            variables[GIVEN] = {"observer": given}
         rngs = {} if key is None else {"dropout": key}
         mutable = list(collect) if carried.values is None else [*collect, VALUES]
         made = block.apply(variables, carried.stream, attention, layer, rngs=rngs, mutable=mutable)
@@ -121,8 +130,8 @@ def run_blocks(
     # Op by op, for debugging, every step's derivative is a new object that no scan can stack.
     op_by_op = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
     scan = scan_write_once if write_once and not op_by_op else scan_plain
-    scanned = (params, inputs.layers, keys, None, inputs.cache)
-    closed = (inputs.attention, inputs.shared)
+    scanned = (params, inputs.layers, keys, None, inputs.cache, inputs.taps)
+    closed = (inputs.attention, inputs.shared, inputs.given)
     carried = Carried(stream, inputs.first_values)
     if inputs.groups is None:
         carried, collected = scan(step, carried, scanned, closed, unroll=unroll)
@@ -149,8 +158,8 @@ def _run_groups(
     whole = depth // groups.blocks * groups.blocks
 
     def run_group(carried: Carried, scanned: tuple, closed: tuple) -> tuple[Carried, dict[str, Any]]:
-        params, layers, keys, _, cache = scanned
-        told = (params, layers, keys, groups.before(carried.stream, params), cache)
+        params, layers, keys, _, cache, taps = scanned
+        told = (params, layers, keys, groups.before(carried.stream, params), cache, taps)
         size = jax.tree.leaves(params)[0].shape[0]
         carried, outputs = scan_group(step, carried, told, closed, unroll=min(unroll, size))
         after = groups.after(carried.stream)

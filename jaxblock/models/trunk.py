@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 from jaxblock import axes
 from jaxblock.config import ExecutionConfig, ModelConfig
+from jaxblock.functional.gradient_tap import gradient_tap
 from jaxblock.functional.masks import AttentionPattern, check_pattern
 from jaxblock.functional.parametrization import Scaling
 from jaxblock.functional.positions import rotary_angles
 from jaxblock.functional.segments import segment_positions
 from jaxblock.models.block import Block, layer_inputs
+from jaxblock.models.observation import GIVEN, OBSERVED, TAPS, Observer
 from jaxblock.models.stack import StackInputs, init_blocks, run_blocks
 from jaxblock.modules import AttentionInputs, Embedding, Norm, PositionTable, scaling
 from jaxblock.modules.attention import WRITTEN
@@ -34,6 +36,7 @@ class Trunk(nn.Module):
       config: what the model is.
       execution: how its stack is run; changes neither values (beyond round-off) nor parameters.
       topology: a residual topology of your own; left out, the one `config.residual` names.
+      observe: what measures each sublayer, given out with `mutable=["observed"]` (see `models.observation`).
     """
 
     causal: ClassVar[bool]
@@ -42,6 +45,7 @@ class Trunk(nn.Module):
     config: ModelConfig
     execution: ExecutionConfig = ExecutionConfig()
     topology: Topology | None = None
+    observe: Observer | None = None
 
     def states(
         self,
@@ -121,11 +125,16 @@ class Trunk(nn.Module):
         config, connections, shape = self.config, self.connections, x_BTD.shape
         shared = None if connections.shared is None else connections.shared(config, name="shared")()
         groups = None if connections.groups is None else connections.groups(config)
-        inputs = StackInputs(
-            attention, layer_inputs(config), shared, groups, cached, self._first_values(x_BTD)
+        taps, given = (
+            self.get_variable(collection, name) if self.has_variable(collection, name) else None
+            for collection, name in ((TAPS, "blocks"), (GIVEN, "observer"))
         )
-        block = Block(config, self.execution, connections, parent=None)
-        collect = tuple(name for name in (INTERMEDIATES, ROUTING) if self.is_mutable_collection(name))
+        first = self._first_values(x_BTD)
+        inputs = StackInputs(attention, layer_inputs(config), shared, groups, cached, first, taps, given)
+        block = Block(config, self.execution, connections, self.observe, parent=None)
+        collect = tuple(
+            name for name in (INTERMEDIATES, ROUTING, OBSERVED) if self.is_mutable_collection(name)
+        )
         stream, collected = run_blocks(
             block,
             self.param("blocks", self._init_blocks, block, shared),
@@ -136,6 +145,8 @@ class Trunk(nn.Module):
             collect=collect if cached is None else (*collect, WRITTEN),
         )
         record(self, "blocks", collected.get(INTERMEDIATES, {}))
+        if collected.get(OBSERVED):
+            self.put_variable(OBSERVED, "blocks", collected[OBSERVED])
         if collected.get(ROUTING):
             self.put_variable(ROUTING, "blocks", collected[ROUTING])
         if connections.close is not None:
@@ -146,6 +157,8 @@ class Trunk(nn.Module):
                 "`close`, which returns one"
             )
         chex.assert_shape(stream, shape)
+        if self.has_variable(TAPS, "closed"):
+            stream = gradient_tap(stream, self.get_variable(TAPS, "closed"))
         record(self, "resid_final", stream)
         if connections.final_norm:
             stream = Norm(config, name="final_norm")(stream)
