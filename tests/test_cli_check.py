@@ -126,6 +126,16 @@ def test_json_is_one_strict_line(measured, capsys):
     assert slope["verdict"] == "fail"
 
 
+CONVOLUTION = [
+    "--model.token_mixer",
+    "convolution",
+    "--model.kv_heads",
+    "none",
+    "--model.positions",
+    "learned",
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -140,6 +150,10 @@ def test_json_is_one_strict_line(measured, capsys):
         (["depth", "--steps", "1"], "steps is 1; it must be a whole number of at least 2"),
         (["depth", "--most-batch", "0"], "--most_batch is 0"),
         (["depth", "--model.dept", "3"], "'model.depth'"),
+        (
+            ["depth", *CONVOLUTION, "--model.context", "96"],
+            "--most-context would cut to 64: a mixer of positions is another",
+        ),
         (["width", "--sizes", "30,64"], "width 30 is no multiple of the head size 32"),
     ],
 )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxblock.axes import roles
 from jaxblock.config import ModelConfig
 from jaxblock.models.observation import TAPS
+from jaxblock.modules.intermediates import BRANCHES
 from jaxblock.types import Array, Params
 
 
@@ -26,12 +27,9 @@ class GradientProfile(NamedTuple):
 
 def open_taps(config: ModelConfig) -> dict[str, Any]:
     """Return the collection "taps" of a model, all 0: put it beside "params" and differentiate with respect to it."""
-    if config.wiring == "parallel":
-        branches = ("parallel",)
-    elif config.token_mixer_choice.name == "attention":
-        branches = ("attention", "feed_forward")
-    else:
-        branches = ("token_mixer", "feed_forward")
+    first = "attention" if config.token_mixer_choice.name == "attention" else "token_mixer"
+    first = "parallel" if config.wiring == "parallel" else first
+    (branches,) = (names for names in BRANCHES if names[0] == first)
     zeros = {name: jnp.zeros((config.depth,), jnp.float32) for name in branches}
     return {"blocks": zeros, "closed": jnp.zeros((), jnp.float32)}
 

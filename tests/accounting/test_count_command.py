@@ -62,6 +62,13 @@ def test_seventy_billion_parameters_are_counted_without_a_byte_of_them(capsys):
     assert found["bytes"]["average"] == 4 * 68_976_648_192
 
 
+def test_a_model_that_cannot_decode_with_a_cache_is_not_told_it_is_free(capsys):
+    assert cli.main(["count", "--model.experts", "capacity(experts=4, active=2)"]) == 0
+    assert "none: it cannot decode with one" in capsys.readouterr().out
+    assert cli.main(["count", "--model.experts", "dropless(experts=4, active=2)"]) == 0
+    assert "none: it cannot" not in capsys.readouterr().out
+
+
 def test_the_tables_of_a_file(tmp_path, capsys):
     file = tmp_path / "dense.toml"
     file.write_text('[execution]\nremat = "branch_out"\n')

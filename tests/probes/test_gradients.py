@@ -50,7 +50,6 @@ def test_the_profiles_ends_are_the_gradients_of_embedding_and_closed_stream(wiri
     want = jax.jit(jax.grad(lambda p: loss_of(model_config)({"params": p})))(params)
     np.testing.assert_allclose(found.stream_S[0], np.linalg.norm(want["embedding"]["table"]), rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found.params, want)
-    # Before sublayer s: the model whose stream starts there is the blocks from s on.
     assert np.all(np.asarray(found.stream_S) > 0)
 
 
