@@ -96,6 +96,8 @@ class Claim:
             return f"below {self.low:g} or above {self.high:g}"
         if self.high == np.inf:
             return f"at least {self.low:g}"
+        if self.low == -np.inf:
+            return f"at most {self.high:g}"
         return f"{(self.low + self.high) / 2:.3g} ± {(self.high - self.low) / 2:.3g}"
 
     def verdict(self, found: Estimate | Refusal) -> str:

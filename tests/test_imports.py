@@ -24,7 +24,7 @@ ORDER = (
     ("models",),
     ("invariants", "accounting", "probes", "parallel", "interop"),
     ("training",),
-    ("sweeps",),
+    ("sweeps", "diagnose"),
     ("cli",),
     ("jaxblock",),  # the package itself: what a user imports, and nobody inside
 )

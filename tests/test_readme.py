@@ -49,7 +49,11 @@ def test_commands_run_in_order(tmp_path, monkeypatch, capsys):
             data = [] if "--data.path" in words else ["--data.path", "text.txt"]
             assert main(["train", *words[2:], *short, *data]) == 0, line
         elif words[0] == "jaxblock":
-            extra = {"sample": ["--length", "4"], "sweep": ["--dry-run"]}.get(words[1], [])
+            extra = {
+                "sample": ["--length", "4"],
+                "sweep": ["--dry-run"],
+                "diagnose": ["--only", "shapes"],
+            }.get(words[1], [])
             assert main([*words[1:], *extra]) == 0, line
         else:
             assert words == ["pytest"], line

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxblock.cli.arguments import INTERRUPTED, Action, refuse
 from jaxblock.cli.check import check
 from jaxblock.cli.count import count
+from jaxblock.cli.diagnose import diagnose
 from jaxblock.cli.evaluate import evaluate
 from jaxblock.cli.report import report
 from jaxblock.cli.sample import sample
@@ -23,6 +24,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], Action]] = {
     "sample": sample,
     "count": count,
     "topologies": topologies,
+    "diagnose": diagnose,
     "check": check,
     "sweep": sweep,
     "report": report,

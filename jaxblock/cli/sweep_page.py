@@ -91,6 +91,7 @@ def products_per_second(width: int) -> float:
 def page(prepared: "Prepared", rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as a table, with their sums and what they rest on."""
     from jaxblock.sweeps.findings.plan_warnings import warnings_of
+    from jaxblock.sweeps.plan import notes_of
 
     sweep = prepared.plan.sweep
     names = list(rows[0]["axes"]) if rows else []
@@ -122,7 +123,10 @@ def page(prepared: "Prepared", rows: Sequence[Mapping[str, Any]]) -> str:
         [
             f"{sweep.name}: {len(prepared.runs)} runs in {len(rows)} programs{total}; nothing was written",
             axes,
-            *(f"note: {sentence}" for sentence in warnings_of(prepared.plan.axes)),
+            *(
+                f"note: {sentence}"
+                for sentence in (*warnings_of(prepared.plan.axes), *notes_of(prepared.plan))
+            ),
             "",
             *lines,
             "",

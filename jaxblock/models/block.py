@@ -32,7 +32,7 @@ from jaxblock.modules import (
     TokenMixer,
     scaling,
 )
-from jaxblock.modules.intermediates import record
+from jaxblock.modules.intermediates import BRANCHES, record
 from jaxblock.residual import Topology, check_same_stream, residual
 from jaxblock.types import Array, Branch, Stream
 
@@ -86,6 +86,9 @@ class Block(nn.Module):
     topology: Topology
     observe: Observer | None = None
     """What measures each sublayer (see `models.observation`)."""
+    only: str | None = None
+    """The one branch that is run, for what looks at sublayers one by one: the block is then the sublayers in order,
+    `after_block` with the last. None = all."""
 
     @nn.compact
     def __call__(self, stream: Stream, inputs: AttentionInputs, layer: LayerInputs) -> Stream:
@@ -98,20 +101,30 @@ class Block(nn.Module):
         rates = (None, None) if layer.drop_rates is None else tuple(layer.drop_rates)
         connect = functools.partial(self._connect, valid_BT=inputs.pattern.key_valid_BT)
 
+        runs = self._runs("parallel" if config.wiring == "parallel" else mixing)
         self._record_stream("resid_pre", stream)
         if config.wiring == "parallel":
             both = self._dropped("parallel", lambda h: mix(h) + feed(h), rates[0])
             stream = connect(stream, "connection", "parallel", both)
         else:
             mix, feed = self._dropped(mixing, mix, rates[0]), self._dropped("feed_forward", feed, rates[1])
-            stream = connect(stream, f"{mixing}_connection", mixing, mix)
+            if runs[0]:
+                stream = connect(stream, f"{mixing}_connection", mixing, mix)
             self._record_stream("resid_mid", stream)
-            stream = connect(stream, "feed_forward_connection", "feed_forward", feed)
-        if self.topology.after_block is not None:
+            if runs[1]:
+                stream = connect(stream, "feed_forward_connection", "feed_forward", feed)
+        if runs[-1] and self.topology.after_block is not None:
             before, stream = stream, self.topology.after_block(config, name="after_block")(stream)
             check_same_stream("after_block", before, stream)
         self._record_stream("resid_post", stream)
         return stream
+
+    def _runs(self, first: str) -> tuple[bool, ...]:
+        """Return which of the block's branches, the first of that name, are run."""
+        branches = next(names for names in BRANCHES if names[0] == first)
+        if self.only is not None and self.only not in branches:
+            raise ValueError(f"Block.only is {self.only!r}; the branches of this block are {branches}")
+        return tuple(self.only in (None, name) for name in branches)
 
     def _token_mixing(self, inputs: AttentionInputs) -> tuple[Branch, str]:
         """Return the branch that mixes positions, and its name."""

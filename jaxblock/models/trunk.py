@@ -21,7 +21,7 @@ from jaxblock.modules import AttentionInputs, Embedding, Norm, PositionTable, sc
 from jaxblock.modules.attention import WRITTEN
 from jaxblock.modules.experts import ROUTING
 from jaxblock.modules.intermediates import COLLECTION as INTERMEDIATES
-from jaxblock.modules.intermediates import record
+from jaxblock.modules.intermediates import HEALTH, asked_for, record
 from jaxblock.residual import STREAM_AXES, Topology, check_depth_rules, topology
 from jaxblock.types import Array, Params
 
@@ -135,6 +135,7 @@ class Trunk(nn.Module):
         collect = tuple(
             name for name in (INTERMEDIATES, ROUTING, OBSERVED) if self.is_mutable_collection(name)
         )
+        collect = (*collect, HEALTH) if asked_for(self, HEALTH) else collect
         stream, collected = run_blocks(
             block,
             self.param("blocks", self._init_blocks, block, shared),
@@ -147,6 +148,8 @@ class Trunk(nn.Module):
         record(self, "blocks", collected.get(INTERMEDIATES, {}))
         if collected.get(OBSERVED):
             self.put_variable(OBSERVED, "blocks", collected[OBSERVED])
+        if collected.get(HEALTH):
+            self.put_variable(HEALTH, "blocks", collected[HEALTH])
         if collected.get(ROUTING):
             self.put_variable(ROUTING, "blocks", collected[ROUTING])
         if connections.close is not None:

@@ -9,15 +9,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from jaxblock.config import ExecutionConfig, ModelConfig
 from jaxblock.functional.attention import ScoreRule, attention
+from jaxblock.functional.attention_health import attention_health, first_rows
 from jaxblock.functional.dense import dense
 from jaxblock.functional.masks import AttentionPattern
 from jaxblock.functional.positions import alibi_slopes, apply_rotary
 from jaxblock.functional.value_residual import mix_values
 from jaxblock.modules.dropout import site_key
+from jaxblock.modules.intermediates import HEALTH, asked_for
 from jaxblock.modules.kernel import Kernel, unit_gain
 from jaxblock.modules.norm import Norm
 from jaxblock.types import Array, Views
@@ -28,6 +31,8 @@ WRITTEN = "written"
 """The collection to which attention then gives the new ones, [B, T, G, K]."""
 VALUES = "values"
 """The collection to which attention gives its own values, [B, T, G, K], where the config has a value residual."""
+HEALTH_ROWS = 4
+"""First rows of a batch whose scores are made again for the collection "attention_health", [rows, H, T, T] numbers."""
 
 
 class FirstValues(NamedTuple):
@@ -86,6 +91,8 @@ class Attention(nn.Module):
             dropout_rate=config.attention_dropout,
             dropout_key=site_key(self, config.attention_dropout),
         )
+        if asked_for(self, HEALTH):
+            self._show_health(q_BTHK, k_BTGK, inputs.pattern, scores)
         implementation = "xla" if cached else self.execution.attention
         y_BTHK = attention(
             q_BTHK, k_BTGK, v_BTGK, inputs.pattern, scores=scores, implementation=implementation
@@ -110,6 +117,18 @@ class Attention(nn.Module):
         if first is None:
             return own_BTGK
         return mix_values(own_BTGK, first.values_BTGK, mix_2, exist=first.exist)
+
+    def _show_health(
+        self, q_BTHK: Array, k_BTGK: Array, pattern: AttentionPattern, scores: ScoreRule
+    ) -> None:
+        """Hand out the health of the first rows' attention; gradients do not flow into it."""
+        q_BTHK, k_BTGK = jax.lax.stop_gradient((q_BTHK[:HEALTH_ROWS], k_BTGK[:HEALTH_ROWS]))
+        pattern, valid_BT = first_rows(pattern, HEALTH_ROWS), None
+        if pattern.key_valid_BT is not None:  # the queries are the last of the keys, with a cache too
+            valid_BT = pattern.key_valid_BT[:, -q_BTHK.shape[1] :]
+        health = attention_health(q_BTHK, k_BTGK, pattern, scores=scores, query_valid_BQ=valid_BT)
+        for name, value in health._asdict().items():
+            self.put_variable(HEALTH, name, value)
 
     def _after_cached(self, name: str, new_BTGK: Array) -> Array:
         """Hand the new keys (or values) out, and return those of the cache followed by them."""

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from scipy import optimize, stats
 
 LEAST_SUBLAYERS = 5
 """AICc with k = 3 needs n - k - 1 > 0."""
@@ -70,6 +69,8 @@ def _fitted(
         residuals.append(np.sqrt(mean_square))
     low = high = None
     if len(numbers) > 1:
+        from scipy import stats  # a second to import, and the config imports this package
+
         half = stats.t.ppf(0.975, len(numbers) - 1) * np.std(numbers, ddof=1) / np.sqrt(len(numbers))
         low, high = float(np.mean(numbers) - half), float(np.mean(numbers) + half)
     return GrowthLaw(
@@ -98,6 +99,8 @@ def _additive(sizes_S: np.ndarray) -> tuple[float, np.ndarray]:
     def error(log_c: float) -> np.ndarray:
         shape = np.log1p(np.exp(log_c) * s_S) / 2
         return y_S - shape - np.mean(y_S - shape)
+
+    from scipy import optimize
 
     found = optimize.minimize_scalar(lambda c: np.sum(error(c) ** 2), bounds=(-25.0, 25.0), method="bounded")
     return float(np.exp(found.x)), error(found.x)

@@ -10,7 +10,7 @@ carries several, or a history, what the branch read and wrote is measured, and `
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -163,17 +163,37 @@ def stream_profile(observed: Mapping[str, Any], probe: StreamProbe | None = None
     Raises:
       ValueError: nothing was observed.
     """
+    branches, blocks = observed_branches(observed), observed["blocks"]
+    values = {
+        name: jnp.stack([blocks[branch][name] for branch in branches], axis=1).reshape(-1)
+        for name in blocks[branches[0]]
+    }
+    missing = () if probe is None else missing_statistics(observed, probe.statistics)
+    return StreamProfile(values, branches, missing)
+
+
+def observed_branches(observed: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of a block's sublayers, in order.
+
+    Raises:
+      ValueError: nothing was observed.
+    """
     blocks = observed.get("blocks", {})
     for branches in BRANCHES:
         if all(name in blocks for name in branches):
-            values = {
-                name: jnp.stack([blocks[branch][name] for branch in branches], axis=1).reshape(-1)
-                for name in blocks[branches[0]]
-            }
-            asked = () if probe is None else probe.statistics
-            missing = tuple(name for name in asked if name in _ONE_OF and _ONE_OF[name] not in values)
-            return StreamProfile(values, branches, missing)
+            return branches
     raise ValueError(
         "nothing was observed: give the model a probe, Decoder(config, observe=StreamProbe()), and apply it with "
         'mutable=["observed"]'
     )
+
+
+def missing_statistics(observed: Mapping[str, Any], statistics: Sequence[str]) -> tuple[str, ...]:
+    """Return which of these statistics are not there, since the topology's stream is not one array.
+
+    Args:
+      observed: the collection "observed" of a model with a probe that asks for them; shapes alone will do.
+      statistics: names of `EVERY`.
+    """
+    found = observed["blocks"][observed_branches(observed)[0]]
+    return tuple(name for name in statistics if name in _ONE_OF and _ONE_OF[name] not in found)

@@ -17,10 +17,13 @@ import numpy as np
 
 from jaxblock.accounting import tree_bytes
 from jaxblock.modules.intermediates import recorded_branches
+from jaxblock.probes import open_taps
+from jaxblock.probes import stream_profile as observed_profile
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.optimizer import Tuned
 from jaxblock.training.prepare import Keys, init_state, run_keys
-from jaxblock.training.step import StepMetrics, TrainState, make_step
+from jaxblock.training.probing import open_probing
+from jaxblock.training.step import StepMetrics, TrainState, make_step, probed_gradient
 from jaxblock.training.task import Score, Task
 from jaxblock.types import Array, Params
 
@@ -105,6 +108,25 @@ class LaneProgram:
         def measure(params: Params) -> StreamProfile:
             logits, collected = self.task.forward(params, batch, None)
             return stream_profile(logits, collected)
+
+        one_by_one = jax.jit(lambda params: jax.lax.map(measure, params), compiler_options=_cheap())
+        return jax.device_get(one_by_one(params))
+
+    def probe(self, params: Params) -> dict[str, Array]:
+        """Return the statistics of [probe] on the first validation batch: name -> [lanes, S], the gradient's [S + 1].
+
+        Without dropout, one lane after the other; what the topology's stream has not is not there.
+        """
+        batch, shapes = next(iter(self.task.validation)), self.like().params
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+        probing = open_probing(self.task, self.config, one)
+        taps = open_taps(self.config.model) if "gradient" in probing.statistics else None
+
+        def measure(params: Params) -> dict[str, Array]:
+            if taps is not None:
+                return probed_gradient(probing.loss, params, batch, None, taps=taps)[2]
+            _, observed = probing.loss({"params": params}, batch, None)
+            return dict(observed_profile(observed).values) if observed else {}
 
         one_by_one = jax.jit(lambda params: jax.lax.map(measure, params), compiler_options=_cheap())
         return jax.device_get(one_by_one(params))

@@ -39,6 +39,8 @@ NOT_READ = (
 """What a sweep has no use for, and a plan may not set."""
 OTHER_LOSSES = ("run.task", "model.vocab_size", "data.path", "data.separator", "data.validation_tokens")
 """Axes that would change what a loss is measured on, so that nothing could be compared."""
+NO_AXIS = ("probe.every", "probe.statistics")
+"""What is measured is the same for every run of a sweep, and changes none."""
 CHOICES = (
     "run.task",
     "model.residual",
@@ -217,6 +219,10 @@ def _axes(entries: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
                 f"{path} is an axis, and runs that differ in it have losses on other data or other tokens, which "
                 "cannot be compared; make a sweep of each"
             )
+        if path in NO_AXIS:
+            raise ValueError(
+                f"{path} is an axis, and what is measured changes no run; give it once, in the section [probe]"
+            )
         if not isinstance(values, list) or not values:
             raise ValueError(f"axis {path!r} is {values!r}; it must be a list of at least one value")
         texts = [json.dumps(value, sort_keys=True, default=str) for value in values]
@@ -252,11 +258,27 @@ def check_run(run: Run) -> None:
             "guard.non_finite must be stop and guard.spike ignore in a sweep: another answer would give "
             "its lanes different data"
         )
+    if config.probe.every and "update" in config.probe.statistics:
+        raise ValueError(
+            f"probe.statistics is {list(config.probe.statistics)}; in a sweep it must be without 'update': runs are "
+            "measured after their last step, when nothing is updated"
+        )
     if config.optimizer.average:
         raise ValueError(
             f"optimizer.average is {config.optimizer.average}; a sweep evaluates the parameters themselves, so it "
             "must be 0"
         )
+
+
+def notes_of(plan: Plan) -> tuple[str, ...]:
+    """Return what a field means in a sweep, where it is another thing than in a single run."""
+    every = plan.shared["probe"]["every"] if "every" in plan.shared.get("probe", {}) else 0
+    if not every:
+        return ()
+    return (
+        f"probe.every is {every}: in a sweep every run is measured once, after its last step, on the first "
+        "validation batch; any number above 0 means that",
+    )
 
 
 def _canonical(config: TrainConfig) -> str:

@@ -81,6 +81,7 @@ def _result(
         "steps": found["steps"],
         "val_loss": found["val_loss"],
         "val_error": _standard_error(found),
+        "probe": _probe(found),
         "val_losses": tuple(x for x in found["val_losses"] if x is not None),
         "lanes": program.about.get("lanes", len(program.runs)),
         "compile_s": program.about.get("compile_s"),
@@ -140,6 +141,11 @@ def _profile(values: Mapping[str, Any] | None) -> Profile | None:
     return Profile(
         stream=tuple(values["stream"]), branches=tuple(values["branches"]), logits=values["logits"]
     )
+
+
+def _probe(found: Mapping[str, Any]) -> dict[str, tuple[float | None, ...]]:
+    """Return what was measured along depth; {} where nothing was, as in every sweep before there were probes."""
+    return {name: tuple(values) for name, values in found["probe"].items()} if "probe" in found else {}
 
 
 def _device(programs: Mapping[int, Program]) -> dict[str, Any]:

@@ -81,6 +81,9 @@ class Result:
     """Median of the global gradient norm over the last tenth of the steps."""
     start: Profile | None = None
     end: Profile | None = None
+    probe: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """Statistics of [probe] along the sublayers after the last update made, on the first validation batch: name -> [S],
+    None where not finite; {} where nothing was measured."""
 
     parameters: Mapping[str, int] = field(default_factory=dict)
     """"blocks", "non_embedding" and "total"."""

@@ -29,6 +29,7 @@ from jaxblock.training.config import TrainConfig
 from jaxblock.training.config_file import build_config
 from jaxblock.training.host_memory import keep_freed_memory
 from jaxblock.training.prepare import TASKS, device_bytes
+from jaxblock.training.probing import plain
 from jaxblock.training.step import StepMetrics, TrainState
 from jaxblock.training.task import Task
 
@@ -144,6 +145,7 @@ class Job:
         """Evaluate every lane and keep the results."""
         self._save_profiles("end", state)
         scores = self.lanes.scores(state.params)
+        probed = self.lanes.probe(state.params) if self.config.probe.every else {}
         results = {}
         for lane, (run, config) in enumerate(zip(self.program.runs, self.configs, strict=True)):
             rows = self.store.losses(run)
@@ -165,6 +167,7 @@ class Job:
                 "val_losses": [_finite(x) for x in nats / np.maximum(weight, 1)] if whole else [],
                 "val_weights": weight.tolist() if whole else [],
                 "program": self.program.number,
+                "probe": {name: plain(values[lane]) for name, values in probed.items()},
             }
         self.store.finish(self.program, results)
         self._forget_states()
@@ -196,6 +199,7 @@ def fail(store: Store, program: Program, outcome: Outcome, *, steps: int) -> Non
         "val_losses": [],
         "val_weights": [],
         "program": program.number,
+        "probe": {},
     }
     store.finish(program, dict.fromkeys(program.runs, result))
     forget_states(store, program)

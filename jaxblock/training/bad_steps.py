@@ -77,7 +77,14 @@ def exceeded(bad: BadStep, guard: Guard, config: GuardConfig) -> dict[str, float
 
 
 def bad_step_row(
-    bad: BadStep, answer: Answer, fault: Fault, bounds: Mapping[str, float], *, batch: int, skipped: int
+    bad: BadStep,
+    answer: Answer,
+    fault: Fault,
+    bounds: Mapping[str, float],
+    *,
+    batch: int,
+    skipped: int,
+    probe: str | None = None,
 ) -> dict[str, Any]:
     """Return the row of metrics.jsonl; what is not finite is null, what a spike was above is `NAME_bound`.
 
@@ -88,6 +95,7 @@ def bad_step_row(
       bounds: from `exceeded`.
       batch: number of the batch the step read.
       skipped: batches passed over, this one included where it is.
+      probe: where everything measured of the step is, in words; None = nothing is.
 
     A row with `skipped` is history that a resume keeps; a stop is not: whoever resumes meets the step again.
     """
@@ -95,6 +103,7 @@ def bad_step_row(
     why = f" ({answer.reason})" if answer.reason else ""
     seen = ", ".join(f"{name} {values[name]:.4g} above {bound:.4g}" for name, bound in bounds.items())
     words = f"{bad.kind} ({seen})" if seen else bad.kind
+    end = "" if probe is None else f"; {probe}"
     row: dict[str, Any] = {
         "step": bad.step,
         "event": bad.kind,
@@ -107,6 +116,6 @@ def bad_step_row(
         "place": fault.place,
         "tensor": fault.tensor,
         "layer": fault.layer,
-        "sentence": f"step {bad.step}, batch {batch}: {words}; {fault.sentence}; {answer.action}{why}",
+        "sentence": f"step {bad.step}, batch {batch}: {words}; {fault.sentence}; {answer.action}{why}{end}",
     }
     return row if answer.action == "stop" else {**row, "skipped": skipped}

@@ -3,7 +3,7 @@
 Examples are texts, a byte a token, or images, a gray level a token (`data.path = "digits"`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxblock.functional.losses import CrossEntropy, LossOptions, cross_entropy
 from jaxblock.models.classifier import Classifier, predict
+from jaxblock.models.observation import OBSERVED
 from jaxblock.modules.experts import ROUTING
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.digit_corpus import LEVELS, load_digits
@@ -27,7 +28,7 @@ from jaxblock.training.labelled import (
     load_labelled,
     pad_examples,
 )
-from jaxblock.training.objectives import add_balance, balance_weight
+from jaxblock.training.objectives import ProbedLoss, add_balance, balance_weight, collections_of, observing
 from jaxblock.training.task import Baseline, Score, Task
 from jaxblock.types import Array, Params
 
@@ -64,8 +65,14 @@ def classifier_task(config: TrainConfig) -> Task:
     shown = _shown(corpus, config)
     shape = {"context": config.model.context, "batch": config.data.batch}
 
+    def probed(statistics: Sequence[str]) -> ProbedLoss:
+        given, seen = {"options": options, "balance": balance}, observing(model, statistics)
+        return lambda variables, batch, key: observed_classifier_loss(
+            seen, variables, batch, dropout_key=key, **given
+        )
+
     def forward(params: Params, batch: LabelledBatch, key: Array | None) -> tuple[Array, dict[str, Any]]:
-        logits_BC, collected = _apply(model, params, batch, key, mutable=["intermediates"])
+        logits_BC, collected = _apply(model, {"params": params}, batch, key, mutable=["intermediates"])
         return logits_BC, dict(collected["intermediates"])
 
     return Task(
@@ -75,6 +82,7 @@ def classifier_task(config: TrainConfig) -> Task:
         loss=lambda params, batch, key: classifier_loss(
             model, params, batch, options=options, dropout_key=key, balance=balance
         ),
+        probed=probed,
         score=lambda params, batch: classifier_score(model, params, batch),
         batches=lambda seed: LabelledBatches(corpus.train, seed=seed, **shape),
         train=LabelledBatches(corpus.train, seed=config.run.seed, **shape),
@@ -109,12 +117,27 @@ def classifier_loss(
     `options.vocab_size` stays None: every column of the logits is a class. `balance` is the weight of the experts'
     load-balance loss, which a model without experts does not have.
     """
-    if not balance:
-        logits_BC, _ = _apply(model, params, batch, dropout_key)
-        return _row_loss(logits_BC, batch, options)
-    logits_BC, collected = _apply(model, params, batch, dropout_key, mutable=[ROUTING])
+    return observed_classifier_loss(
+        model, {"params": params}, batch, options=options, dropout_key=dropout_key, balance=balance
+    )[0]
+
+
+def observed_classifier_loss(
+    model: Classifier,
+    variables: Mapping[str, Any],
+    batch: LabelledBatch,
+    *,
+    options: LossOptions,
+    dropout_key: Array | None,
+    balance: float,
+) -> tuple[CrossEntropy, Mapping[str, Any]]:
+    """Return the loss as `classifier_loss` does, and what the model's observer saw: {} where it has none."""
+    mutable = collections_of(model, balance)
+    logits_BC, collected = _apply(model, variables, batch, dropout_key, mutable=mutable)
     result = _row_loss(logits_BC, batch, options)
-    return add_balance(result, collected[ROUTING], jnp.asarray(batch.real_B), balance=balance)
+    if balance:
+        result = add_balance(result, collected[ROUTING], jnp.asarray(batch.real_B), balance=balance)
+    return result, collected.get(OBSERVED, {})
 
 
 def classifier_score(model: Classifier, params: Params, batch: LabelledBatch) -> Score:
@@ -122,7 +145,7 @@ def classifier_score(model: Classifier, params: Params, batch: LabelledBatch) ->
 
     Without dropout, smoothing and z-loss.
     """
-    logits_BC, _ = _apply(model, params, batch, None)
+    logits_BC, _ = _apply(model, {"params": params}, batch, None)
     result = _row_loss(logits_BC, batch, PLAIN)
     hit_B = jnp.argmax(logits_BC, axis=-1) == jnp.asarray(batch.labels_B)
     hits = jnp.sum(hit_B & jnp.asarray(batch.real_B)).astype(jnp.float32)
@@ -159,12 +182,17 @@ def _load(config: TrainConfig) -> LabelledCorpus:
 
 
 def _apply(
-    model: Classifier, params: Params, batch: LabelledBatch, key: Array | None, *, mutable: Any = ()
+    model: Classifier,
+    variables: Mapping[str, Any],
+    batch: LabelledBatch,
+    key: Array | None,
+    *,
+    mutable: Sequence[str] = (),
 ) -> tuple[Array, Any]:
     """Return (logits [B, C], what was collected)."""
     rngs = {} if key is None else {"dropout": key}
     inputs_BT, valid_BT = jnp.asarray(batch.inputs_BT), jnp.asarray(batch.valid_BT)
-    made = model.apply({"params": params}, inputs_BT, valid_BT=valid_BT, rngs=rngs, mutable=list(mutable))
+    made = model.apply(variables, inputs_BT, valid_BT=valid_BT, rngs=rngs, mutable=list(mutable))
     return cast(tuple[Array, Any], made)
 
 

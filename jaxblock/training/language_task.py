@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jaxblock.accounting import model_flops_utilisation
 from jaxblock.models.cache import check_cacheable
 from jaxblock.models.decoder import Decoder
+from jaxblock.residual import Topology
 from jaxblock.training.baseline import trigram_baseline
 from jaxblock.training.batches import Batch, TrainBatches, ValidationBatches
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.corpus import Corpus, load_corpus
-from jaxblock.training.objectives import evaluation_loss, training_loss
+from jaxblock.training.objectives import evaluation_loss, probed_training_loss, training_loss
 from jaxblock.training.sampling import IDS, continue_prompt, prompt_ids, separator
 from jaxblock.training.task import Baseline, Score, Task
 from jaxblock.training.tokenizers import TOKENIZER_FILE, tokenizer_record
@@ -24,8 +25,12 @@ PROMPT_TOKENS = 32
 """Tokens of the validation slice that are continued where no prompt is given."""
 
 
-def language_task(config: TrainConfig) -> Task:
+def language_task(config: TrainConfig, *, topology: Topology | None = None) -> Task:
     """Load the corpus and return the task.
+
+    Args:
+      config: the run.
+      topology: a residual topology of your own in place of the one `config.model.residual` names.
 
     Raises:
       ValueError: the data do not fit the config.
@@ -37,7 +42,7 @@ def language_task(config: TrainConfig) -> Task:
     prompt_1T = corpus.validation.read(0, min(PROMPT_TOKENS, len(corpus.validation)))[None]
     if config.sample.prompt is not None:
         prompt_1T = prompt_ids(config.sample.prompt, text, vocab_size=config.model.vocab_size)
-    model = Decoder(config.model, config.execution)
+    model = Decoder(config.model, config.execution, topology)
     shape = {"context": config.model.context, "batch": config.data.batch, "seams": config.data.seams}
     batches = functools.partial(_train_batches, corpus, shape)
     plain = evaluation_loss(model, config)
@@ -73,6 +78,7 @@ def language_task(config: TrainConfig) -> Task:
         model=model,
         init=lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"],
         loss=training_loss(model, config),
+        probed=functools.partial(probed_training_loss, model, config),
         score=score,
         batches=batches,
         train=batches(config.run.seed),

@@ -6,8 +6,7 @@ Everything that can be refused has been, by `prepare`, before the run's folder e
 import functools
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +18,15 @@ from jaxblock.training.files import replace_text
 from jaxblock.training.guard import GOOD, NAMES, pass_over
 from jaxblock.training.interrupts import Interrupts
 from jaxblock.training.optimizer.roles import optimizer_table
-from jaxblock.training.prepare import Prepared, init_state, run_keys
+from jaxblock.training.prepare import Prepared, init_state, probed_step_of, run_keys
+from jaxblock.training.probing import probe_row, profiler, start_row, write_profile
 from jaxblock.training.progress import Progress
 from jaxblock.training.run_folder import RunError, RunFolder, finite_or_none
 from jaxblock.training.saved_state import parts_of, state_of
+from jaxblock.training.seconds import Seconds
 from jaxblock.training.step import (
+    Measured,
+    ProbedStep,
     Step,
     StepMetrics,
     TrainState,
@@ -60,6 +63,8 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
         begun = _begin(prepared, checkpoints)
         done, parameters = int(begun.state.step), count_parameters(begun.state.params)
         folder.start_metrics(config, task.facts, after=done, skipped=int(begun.state.skipped))
+        probing = prepared.probing
+        folder.start_probes(None if probing is None else start_row(probing, config), after=done)
         for name, text in task.files.items():
             replace_text(folder.path / name, text)
         try:
@@ -149,42 +154,11 @@ def _opening(prepared: Prepared, begun: _Begun, parameters: int, baseline: Basel
     )
     yield from table.split("\n")
     yield f"{parameters:,} parameters; to beat: {baseline.words}, {baseline.loss:.4f} nats per target"
+    if prepared.probing is not None:
+        yield prepared.probing.sentence
     yield from begun.notes
     if int(begun.state.step):
         yield f"continues after step {int(begun.state.step)}"
-
-
-class _Seconds:
-    """Where a run's time goes."""
-
-    def __init__(self) -> None:
-        self.compile = self.step = self.evaluate = self.save = self.loop = 0.0
-        self.targets = 0.0
-
-    @contextmanager
-    def spent_on(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a field."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, name, getattr(self, name) + time.perf_counter() - start)
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Real targets per second of stepping, without compiling, evaluating and saving."""
-        return self.targets / self.step if self.step else None
-
-    def report(self) -> dict[str, float | None]:
-        """Return what the summary says."""
-        return {
-            "tokens_per_s": self.tokens_per_s,
-            "compile_s": self.compile,
-            "loop_s": self.loop,
-            "step_s": self.step,
-            "evaluate_s": self.evaluate,
-            "checkpoint_s": self.save,
-        }
 
 
 class _Loop:
@@ -194,8 +168,12 @@ class _Loop:
         self.prepared, self.folder = prepared, folder
         self.checkpoints, self.progress, self.watch = outlets
         self.score = jax.jit(prepared.task.score)
-        self.pending: list[tuple[int, StepMetrics]] = []
-        self.seconds = _Seconds()
+        self.pending: list[tuple[int, StepMetrics, Measured | None]] = []
+        self.programs: dict[bool, Step | ProbedStep] = {}
+        """The compiled steps: False is the plain one, True the one that measures."""
+        self.profile: Callable[[Any, Any, Array], dict[str, Any]] | None = None
+        """What measures a bad step; made when there is one."""
+        self.seconds = Seconds()
         self.evaluated: tuple[int, float | None] = (-1, None)
         self.stopped_by: str | None = None
         self.bad_step: int | None = None
@@ -205,14 +183,16 @@ class _Loop:
         config, task = self.prepared.config.run, self.prepared.task
         done, skipped = int(state.step), int(state.skipped)
         if done < config.steps:
-            step = self._compile(state, key)
+            self._program(done + 1, state, key)
             with self.seconds.spent_on("loop"):
                 started = time.perf_counter()
                 while done < config.steps and interrupts.signal is None:
                     self.watch.before_step(done + 1)
-                    state, metrics = step(state, task.train[done + skipped], key)
+                    program, waited = self._program(done + 1, state, key)
+                    started += waited
+                    state, metrics, *measured = program(state, task.train[done + skipped], key)
                     done += 1
-                    self.pending.append((done, metrics))
+                    self.pending.append((done, metrics, measured[0] if measured else None))
                     self.watch.after_step(done, state)
                     if not self._is_due(done):
                         continue
@@ -246,27 +226,44 @@ class _Loop:
             self._save(done, state, key)
         self.watch.figure()
 
-    def _compile(self, state: TrainState, key: Array) -> Step:
-        """Compile the step ahead of the first one, so that speed and compile time are told apart."""
-        task = self.prepared.task
+    def _program(self, number: int, state: TrainState, key: Array) -> tuple[Step | ProbedStep, float]:
+        """Return the compiled program of a step, by the number it will have, and the seconds of compiling it now."""
+        probed = self.prepared.config.probe.is_due(number)
+        if probed in self.programs:
+            return self.programs[probed], 0.0
+        before = self.seconds.compile
         with self.seconds.spent_on("compile"):
-            step = jax.jit(make_step(task.model, self.prepared.config, task.loss), donate_argnums=0)
-            compiled = step.lower(state, task.train[0], key).compile()
-        self.progress.say(f"compiled in {self.seconds.compile:.1f} s")
-        return compiled
+            self.programs[probed] = self._compile(state, key, probed=probed)
+        waited = self.seconds.compile - before
+        # Compiled ahead of the first step, or between two: in neither case a part of the loop.
+        self.seconds.loop -= waited if len(self.programs) > 1 else 0.0
+        self.progress.say(f"compiled{' with probes' if probed else ''} in {waited:.1f} s")
+        return self.programs[probed], waited
+
+    def _compile(self, state: TrainState, key: Array, *, probed: bool) -> Step | ProbedStep:
+        """Compile a step, so that speed and compile time are told apart."""
+        task, config, probing = self.prepared.task, self.prepared.config, self.prepared.probing
+        if probed and probing is not None:
+            step = probed_step_of(task, config, probing)
+        else:
+            step = make_step(task.model, config, task.loss)
+        return jax.jit(step, donate_argnums=0).lower(state, task.train[0], key).compile()
 
     def _flush(self, started: float) -> BadStep | None:
         """Write the pending steps' metrics; return the first bad one, where there is one."""
-        fetched: list[tuple[int, StepMetrics]] = jax.device_get(self.pending)
+        fetched: list[tuple[int, StepMetrics, Measured | None]] = jax.device_get(self.pending)
         self.pending.clear()
         if not fetched:
             return None
         self.seconds.step += time.perf_counter() - started
-        good = [(number, metrics) for number, metrics in fetched if metrics.alarm == GOOD]
-        self.seconds.targets += sum(float(metrics.tokens) for _, metrics in good)
-        self._append([_row(number, metrics) for number, metrics in good])
+        good = [step for step in fetched if step[1].alarm == GOOD]
+        self.seconds.targets += sum(float(metrics.tokens) for _, metrics, _ in good)
+        self._append([_row(number, metrics) for number, metrics, _ in good])
+        self.folder.append_probes(
+            [probe_row(number, measured) for number, _, measured in good if measured is not None]
+        )
         if good:
-            number, metrics = good[-1]
+            number, metrics, _ = good[-1]
             speed = self.seconds.tokens_per_s or 0.0
             self.progress.step(number, loss=float(metrics.loss), tokens_per_s=speed, **self.utilisation())
         # Every step after the first bad one left the state as it was.
@@ -285,12 +282,14 @@ class _Loop:
         task = self.prepared.task
         fault = locate(bad, task, state, self._pieces(number, state, key))
         bounds = exceeded(bad, state.guard, self.prepared.config.guard)
+        probe = self._dump(bad, number, state, key)
         if answer.action == "rewind":
             state = self._rewound(number)
             self.folder.abandon_metrics(after=int(state.step))
         elif answer.action == "skip":
             state = state._replace(skipped=state.skipped + 1)
-        row = bad_step_row(bad, answer, fault, bounds, batch=number, skipped=int(state.skipped))
+        skipped = int(state.skipped)
+        row = bad_step_row(bad, answer, fault, bounds, batch=number, skipped=skipped, probe=probe)
         self._append([row])
         self.progress.say(row["sentence"])
         if answer.action == "stop":
@@ -298,6 +297,23 @@ class _Loop:
             return state
         again = bad.step - 1 - int(state.step)
         return state._replace(guard=pass_over(state.guard, answer.strikes, again=again))
+
+    def _dump(self, bad: BadStep, number: int, state: TrainState, key: Array) -> str | None:
+        """Write everything that can be measured of a bad step; return where it is, None for a run without probes.
+
+        Measuring must not hide the bad step itself: what goes wrong in here, as too little memory, becomes the words.
+        """
+        task, config = self.prepared.task, self.prepared.config
+        if self.prepared.probing is None:
+            return None
+        try:
+            dropout_key = jax.random.fold_in(key, state.step)
+            self.profile = self.profile or profiler(task, config, state.params)
+            told = {"event": bad.kind, **self.profile(state.params, task.train[number], dropout_key)}
+            name = write_profile(self.folder.path, told, step=bad.step, batch=number)
+        except Exception as error:
+            return f"measuring it along depth failed with {type(error).__name__}: {error}"
+        return f"measured along depth in {name}"
 
     def _pieces(self, number: int, state: TrainState, key: Array) -> list[tuple[Any, Array]]:
         """Return what the step computed at once: its batch, or the pieces it was accumulated from, with their keys."""

@@ -4,7 +4,7 @@ A mixture of experts adds, in training only, balance * mean over blocks of its l
 own, and a row weighs as much as it has targets: a batch in pieces, or on many devices, has the objective of the whole.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -12,13 +12,19 @@ import jax.numpy as jnp
 
 from jaxblock.config import ModelConfig
 from jaxblock.functional.losses import CrossEntropy, LossOptions, cross_entropy, mean_over_targets
+from jaxblock.models.observation import OBSERVED
+from jaxblock.models.trunk import Trunk
 from jaxblock.modules.experts import ROUTING
+from jaxblock.probes import StreamProbe
 from jaxblock.training.batches import Batch
 from jaxblock.training.config import TrainConfig
 from jaxblock.types import Array, Params
 
 Loss = Callable[[Params, Any, Array | None], CrossEntropy]
 """(params, batch, dropout key or None) -> the loss of a batch."""
+ProbedLoss = Callable[[Mapping[str, Any], Any, Array | None], tuple[CrossEntropy, Mapping[str, Any]]]
+"""({"params"} and perhaps {"taps"}, batch, dropout key or None) -> the loss of a batch, and what was observed on the
+way: the collection "observed" of the same forward pass, {} where the model has no observer."""
 
 
 def language_loss(
@@ -34,15 +40,39 @@ def language_loss(
 
     `balance` is the weight of the experts' load-balance loss, which a model without experts does not have.
     """
+    return observed_language_loss(
+        model, {"params": params}, batch, options=options, dropout_key=dropout_key, balance=balance
+    )[0]
+
+
+def observed_language_loss(
+    model: Any,
+    variables: Mapping[str, Any],
+    batch: Batch,
+    *,
+    options: LossOptions,
+    dropout_key: Array | None = None,
+    balance: float = 0.0,
+) -> tuple[CrossEntropy, Mapping[str, Any]]:
+    """Return the loss as `language_loss` does, and what the model's observer saw: {} where it has none."""
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
     inputs_BT, targets_BT, valid_BT, segments_BT = jax.tree.map(jnp.asarray, batch)
-    variables, given = {"params": params}, {"segments_BT": segments_BT, "rngs": rngs}
-    if not balance:
-        logits_BTV = model.apply(variables, inputs_BT, **given)
-        return cross_entropy(cast(Array, logits_BTV), targets_BT, valid_BT=valid_BT, options=options)
-    logits_BTV, collected = model.apply(variables, inputs_BT, **given, mutable=[ROUTING])
+    given: dict[str, Any] = {"segments_BT": segments_BT, "rngs": rngs}
+    mutable = collections_of(model, balance)
+    if mutable:
+        logits_BTV, collected = model.apply(variables, inputs_BT, **given, mutable=mutable)
+    else:
+        logits_BTV, collected = model.apply(variables, inputs_BT, **given), {}
     result = cross_entropy(cast(Array, logits_BTV), targets_BT, valid_BT=valid_BT, options=options)
-    return add_balance(result, collected[ROUTING], jnp.sum(valid_BT, axis=1), balance=balance)
+    if balance:
+        result = add_balance(result, collected[ROUTING], jnp.sum(valid_BT, axis=1), balance=balance)
+    return result, collected.get(OBSERVED, {})
+
+
+def collections_of(model: Any, balance: float) -> list[str]:
+    """Return what a model has to hand out besides its logits: for the experts' balance, and for its observer."""
+    observes = isinstance(model, Trunk) and model.observe is not None
+    return [*([ROUTING] if balance else []), *([OBSERVED] if observes else [])]
 
 
 def add_balance(result: CrossEntropy, routing: Any, weight_B: Array, *, balance: float) -> CrossEntropy:
@@ -67,14 +97,32 @@ def balance_weight(config: ModelConfig) -> float:
 
 def training_loss(model: Any, config: TrainConfig) -> Loss:
     """Return the objective of training: with dropout, smoothing, z-loss and experts' balance as the config says."""
-    options = LossOptions(
+    options, balance = training_options(config), balance_weight(config.model)
+    return lambda params, batch, key: language_loss(
+        model, params, batch, options=options, dropout_key=key, balance=balance
+    )
+
+
+def probed_training_loss(model: Any, config: TrainConfig, statistics: Sequence[str]) -> ProbedLoss:
+    """Return the objective of training with these statistics of every sublayer, from the same forward pass."""
+    observed = observing(model, statistics)
+    options, balance = training_options(config), balance_weight(config.model)
+    return lambda variables, batch, key: observed_language_loss(
+        observed, variables, batch, options=options, dropout_key=key, balance=balance
+    )
+
+
+def observing(model: Any, statistics: Sequence[str]) -> Any:
+    """Return the model with an observer that takes these statistics; with none of them, the model itself."""
+    return model.clone(observe=StreamProbe(tuple(statistics))) if statistics else model
+
+
+def training_options(config: TrainConfig) -> LossOptions:
+    """Return what training's loss adds to the plain one."""
+    return LossOptions(
         z_loss=config.loss.z_loss,
         label_smoothing=config.loss.label_smoothing,
         vocab_size=config.model.vocab_size,
-    )
-    balance = balance_weight(config.model)
-    return lambda params, batch, key: language_loss(
-        model, params, batch, options=options, dropout_key=key, balance=balance
     )
 
 

@@ -12,7 +12,8 @@ import jax
 from jaxblock.training.classifier_task import classifier_task
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.language_task import language_task
-from jaxblock.training.step import TrainState, first_state, make_step
+from jaxblock.training.probing import Probing, open_probing
+from jaxblock.training.step import ProbedStep, TrainState, first_state, make_probed_step, make_step
 from jaxblock.training.task import Task
 from jaxblock.training.watch import Watch
 from jaxblock.training.weights import Weights, load_weights
@@ -31,6 +32,8 @@ class Prepared(NamedTuple):
     task: Task
     weights: Weights | None
     """The parameters to start from; None = drawn anew, or the run goes on from a checkpoint of its own."""
+    probing: Probing | None = None
+    """What is measured along depth; None = nothing."""
 
 
 class Keys(NamedTuple):
@@ -65,7 +68,16 @@ def prepare(config: TrainConfig, *, continues: bool = False) -> Prepared:
     if config.init.from_run is not None and not continues:
         weights = load_weights(Path(config.init.from_run), state.params, which=config.init.weights)
     jax.eval_shape(make_step(task.model, config, task.loss), state, task.train[0], keys.dropout)
-    return Prepared(config, task, weights)
+    probing = None
+    if config.probe.every:
+        probing = open_probing(task, config, state.params)
+        jax.eval_shape(probed_step_of(task, config, probing), state, task.train[0], keys.dropout)
+    return Prepared(config, task, weights, probing)
+
+
+def probed_step_of(task: Task, config: TrainConfig, probing: Probing) -> ProbedStep:
+    """Return the step of a run that is measured."""
+    return make_probed_step(task.model, config, probing.loss, statistics=probing.statistics)
 
 
 def init_state(task: Task, config: TrainConfig, key: Array) -> TrainState:

@@ -1,5 +1,7 @@
 """A run is a folder: config.toml, metrics.jsonl, summary.json, checkpoints/, plots/, sample.txt; see `RunFolder`.
 
+With [probe] also probes.jsonl, a row per measured step, and probe_step_N.json, everything measured of a bad one.
+
 A kill at any moment leaves it readable: lines are appended whole, other files replaced in one move.
 """
 
@@ -10,7 +12,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,13 @@ CHANGEABLE = (
     "guard.limit",
     "checkpoint.",
     "watch.",
+    "probe.",
     "sample.",
     "run.log_every",
     "run.evaluate_every",
     "run.checkpoint_every",
 )
-"""Fields a resumed run may change: none of them changes what a good step computes."""
+"""Fields a resumed run may change: none of them changes what a good step computes (beyond round-off, for probe)."""
 
 
 class RunFolder:
@@ -45,6 +48,8 @@ class RunFolder:
         self.plots = path / "plots"
         self.sample = path / "sample.txt"
         self.abandoned = path / "abandoned.jsonl"
+        self.probes = path / "probes.jsonl"
+        self.abandoned_probes = path / "abandoned_probes.jsonl"
 
     @classmethod
     def check_new(cls, config: TrainConfig) -> "RunFolder":
@@ -149,18 +154,11 @@ class RunFolder:
 
     def append_metrics(self, rows: list[dict[str, Any]]) -> None:
         """Append one line per row to metrics.jsonl."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        _append(self.metrics, rows)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl; a last line that a kill cut short is left out."""
-        if not self.metrics.exists():
-            return []
-        lines = self.metrics.read_bytes().split(b"\n")[:-1]
-        try:
-            return [json.loads(line) for line in lines if line]
-        except ValueError as error:
-            raise ValueError(f"{str(self.metrics)!r} holds a line that is not JSON: {error}") from error
+        return _read_rows(self.metrics)
 
     def start_metrics(
         self, config: TrainConfig, facts: Mapping[str, Any], *, after: int, skipped: int
@@ -182,20 +180,47 @@ class RunFolder:
         self._abandon([row for row in rows if row.get("event", "start") != "start" and row not in kept])
         if changed:
             kept.append({"step": after, "event": "config", "changed": changed})
-        replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in [first, *kept]))
+        replace_text(self.metrics, _lines([first, *kept]))
 
     def abandon_metrics(self, *, after: int) -> None:
         """Move the rows of steps after `after` to abandoned.jsonl: a rewind makes these steps again."""
         rows = self.read_metrics()
         self._abandon([row for row in rows if row["step"] > after and "event" not in row])
         kept = [row for row in rows if row["step"] <= after or "event" in row]
-        replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        replace_text(self.metrics, _lines(kept))
+        probes = self.read_probes()
+        gone = [row for row in probes if row["step"] > after]
+        if gone:
+            _append(self.abandoned_probes, gone)
+            replace_text(self.probes, _lines([row for row in probes if row["step"] <= after]))
 
     def _abandon(self, rows: list[dict[str, Any]]) -> None:
         """Append rows that a resume or a rewind takes out of metrics.jsonl to abandoned.jsonl."""
         if rows:
-            with self.abandoned.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+            _append(self.abandoned, rows)
+
+    def append_probes(self, rows: list[dict[str, Any]]) -> None:
+        """Append one line per row to probes.jsonl."""
+        if rows:
+            _append(self.probes, rows)
+
+    def read_probes(self) -> list[dict[str, Any]]:
+        """Return the rows of probes.jsonl, none where there is none; a last line that a kill cut short is left out."""
+        return _read_rows(self.probes)
+
+    def start_probes(self, first: Mapping[str, Any] | None, *, after: int) -> None:
+        """Open probes.jsonl with a row on what is measured, and drop the rows of steps that will be made again.
+
+        Args:
+          first: the row; None = this run measures nothing, and what an earlier part of it measured stays.
+          after: the step of the checkpoint that is continued.
+        """
+        rows = self.read_probes()
+        if first is None and not rows:
+            return
+        opening = [first or rows[0]]
+        kept = [row for row in rows if row["step"] <= after and "event" not in row]
+        replace_text(self.probes, _lines([*opening, *kept]))
 
     def start_row(self) -> dict[str, Any]:
         """Return the first row of metrics.jsonl: what the run recorded about its data.
@@ -238,6 +263,26 @@ def config_fingerprint(config: TrainConfig) -> str:
 def finite_or_none(value: float) -> float | None:
     """Return a number as JSON can hold it: None where it is not finite."""
     return value if math.isfinite(value) else None
+
+
+def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_lines(rows))
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return a file's rows; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    try:
+        return [json.loads(line) for line in lines if line]
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} holds a line that is not JSON: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ params <- project(params + rate * direction(g))                       unless the
 average <- d average + (1 - d) params,  d = min(decay, (1 + n) / (10 + n)) after n updates
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +13,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxblock.functional.losses import CrossEntropy
+from jaxblock.models.observation import TAPS
+from jaxblock.probes import open_taps, stream_gradient, stream_profile
+from jaxblock.probes.updates import ParameterUpdate, update_profile
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.guard import GOOD, Guard, judge, open_guard, remember
-from jaxblock.training.objectives import Loss, training_loss
+from jaxblock.training.objectives import Loss, ProbedLoss, training_loss
 from jaxblock.training.optimizer import Tuned, learning_rate_schedule, make_optimizer
 from jaxblock.types import Array, Params
 
@@ -56,7 +59,17 @@ class StepMetrics(NamedTuple):
     """0 where the update was applied, else why it was not (`guard.NAMES`), int32."""
 
 
+class Measured(NamedTuple):
+    """What a probed step measures besides, at the parameters before its update; float32."""
+
+    stream: dict[str, Array]
+    """Statistic -> [S], sublayers in order; "stream_gradient" is [S + 1], the closed stream last."""
+    updates: dict[str, ParameterUpdate]
+    """Of the parameters, by role; {} where it is not asked for."""
+
+
 Step = Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics]]
+ProbedStep = Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics, Measured]]
 
 
 def first_state(model: Any, config: TrainConfig, params: Params) -> TrainState:
@@ -83,13 +96,93 @@ def make_step(
       loss: of a batch; left out, the next-token loss of `model`.
       tuned: peak learning rate and warm-up in place of the config's; traced or vmapped, one program has many.
     """
-    optimizer = make_optimizer(config.optimizer, model.labels, scaling=model.scaling)
-    schedule = learning_rate_schedule(config.optimizer, config.run.steps, tuned=tuned)
-    loss = loss or training_loss(model, config)
+    loss, advance = loss or training_loss(model, config), _advance(model, config, tuned)
+
+    def unobserved(params: Params, batch: Any, key: Array | None) -> tuple[CrossEntropy, Mapping[str, Any]]:
+        return loss(params, batch, key), {}
 
     def step(state: TrainState, batch: Any, key: Array) -> tuple[TrainState, StepMetrics]:
         dropout_key = jax.random.fold_in(key, state.step)
-        gradients, result = _gradient(loss, state.params, batch, dropout_key, pieces=config.data.accumulation)
+        pieces = config.data.accumulation
+        gradients, (result, _) = gradient_of(unobserved, state.params, batch, dropout_key, pieces=pieces)
+        kept, metrics, _ = advance(state, gradients, result)
+        return kept, metrics
+
+    return step
+
+
+def make_probed_step(
+    model: Any,
+    config: TrainConfig,
+    loss: ProbedLoss,
+    *,
+    statistics: Sequence[str],
+    tuned: Tuned | None = None,
+) -> ProbedStep:
+    """Return the same step with what is measured on its way: one forward and one backward pass, as without.
+
+    Args:
+      model: as in `make_step`.
+      config: the run.
+      loss: of a batch, with what its model observes.
+      statistics: "gradient" and "update" are looked for; the others are the loss's.
+      tuned: as in `make_step`.
+    """
+    advance = _advance(model, config, tuned)
+    taps = open_taps(config.model) if "gradient" in statistics else None
+
+    def step(state: TrainState, batch: Any, key: Array) -> tuple[TrainState, StepMetrics, Measured]:
+        dropout_key = jax.random.fold_in(key, state.step)
+        gradients, result, stream = probed_gradient(
+            loss, state.params, batch, dropout_key, taps=taps, pieces=config.data.accumulation
+        )
+        kept, metrics, updates = advance(state, gradients, result)
+        moved = update_profile(updates, state.params) if "update" in statistics else {}
+        return kept, metrics, Measured(stream, moved)
+
+    return step
+
+
+def probed_gradient(
+    loss: ProbedLoss,
+    params: Params,
+    batch: Any,
+    key: Array | None,
+    *,
+    taps: Mapping[str, Any] | None,
+    pieces: int = 1,
+) -> tuple[Params, CrossEntropy, dict[str, Array]]:
+    """Return the gradient, the loss, and the statistics over depth as in `Measured.stream`.
+
+    Of a batch in pieces, a statistic is the mean over the pieces, each weighted by its real targets; the norm of the
+    stream's gradient is that of the whole batch. Without a real target a mean is NaN.
+
+    Args:
+      loss: of a batch, with what its model observes.
+      params: where.
+      batch: of the step, whole.
+      key: for dropout; None = off.
+      taps: from `open_taps`; None = the stream's gradient is not measured.
+      pieces: how many the batch is computed in.
+    """
+    variables = {"params": params} if taps is None else {"params": params, TAPS: taps}
+    gradients, (result, observed) = gradient_of(loss, variables, batch, key, pieces=pieces)
+    stream = dict(stream_profile(observed).values) if observed else {}
+    if taps is not None:
+        stream["stream_gradient"] = stream_gradient(gradients[TAPS])
+    return gradients["params"], result, stream
+
+
+def _advance(
+    model: Any, config: TrainConfig, tuned: Tuned | None
+) -> Callable[[TrainState, Params, CrossEntropy], tuple[TrainState, StepMetrics, Params]]:
+    """Return what follows the gradient: (state, gradient, loss) -> the state after it, metrics and updates."""
+    optimizer = make_optimizer(config.optimizer, model.labels, scaling=model.scaling)
+    schedule = learning_rate_schedule(config.optimizer, config.run.steps, tuned=tuned)
+
+    def advance(
+        state: TrainState, gradients: Params, result: CrossEntropy
+    ) -> tuple[TrainState, StepMetrics, Params]:
         norm = optax.tree.norm(gradients).astype(jnp.float32)
         rate = schedule(state.step)
         directions, moments = optimizer.update(gradients, state.moments, state.params)
@@ -118,45 +211,56 @@ def make_step(
             tokens=result.weight,
             alarm=alarm,
         )
-        return kept._replace(guard=kept.guard._replace(alarm=alarm)), metrics
+        return kept._replace(guard=kept.guard._replace(alarm=alarm)), metrics, updates
 
-    return step
+    return advance
 
 
-def _gradient(
-    loss: Loss, params: Params, batch: Any, key: Array, *, pieces: int
-) -> tuple[Params, CrossEntropy]:
-    """Return the gradient of the mean loss over real targets, and the loss, of a batch in pieces."""
+def gradient_of(
+    loss: ProbedLoss, variables: Any, batch: Any, key: Array | None, *, pieces: int
+) -> tuple[Any, tuple[CrossEntropy, Mapping[str, Any]]]:
+    """Return the gradient of the mean loss over real targets, and the loss, of a batch in pieces.
+
+    What the loss observes is averaged over the pieces, weighted by their real targets. The "gradient" of taps is a
+    squared norm, and that of the whole batch the sum of the pieces'.
+    """
     if pieces == 1:
 
-        def mean(params: Params) -> tuple[Array, CrossEntropy]:
-            result = loss(params, batch, key)
-            return result.loss, result
+        def mean(variables: Any) -> tuple[Array, tuple[CrossEntropy, Mapping[str, Any]]]:
+            result, observed = loss(variables, batch, key)
+            return result.loss, (result, observed)
 
-        return jax.grad(mean, has_aux=True)(params)
+        return jax.grad(mean, has_aux=True)(variables)
 
     rows = jax.tree.leaves(batch)[0].shape[0]
     split = _split(batch, pieces)
 
-    def share(params: Params, piece: Any, key: Array) -> tuple[Array, CrossEntropy]:
+    def share(variables: Any, piece: Any, key: Array | None) -> tuple[Array, tuple[CrossEntropy, Any]]:
         # A sum, as the number of real targets is known only at the end; divided by the rows to keep its scale.
-        result = loss(params, piece, key)
-        return result.total / rows, result
+        result, observed = loss(variables, piece, key)
+        return result.total / rows, (result, jax.tree.map(lambda x: result.weight * x, observed))
 
     def add(sums: Any, scanned: tuple[Any, Array]) -> tuple[Any, None]:
         piece, number = scanned
-        gradient, result = jax.grad(share, has_aux=True)(params, piece, jax.random.fold_in(key, number))
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (gradient, result)), None
+        own_key = None if key is None else jax.random.fold_in(key, number)
+        found = jax.grad(share, has_aux=True)(variables, piece, own_key)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, found), None
 
     def zeros(x: Any) -> Array:
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
     first = jax.tree.map(lambda x: x[0], split)
-    shape = jax.eval_shape(jax.grad(share, has_aux=True), params, first, key)
-    (gradients, sums), _ = jax.lax.scan(add, jax.tree.map(zeros, shape), (split, jnp.arange(pieces)))
+    shape = jax.eval_shape(jax.grad(share, has_aux=True), variables, first, key)
+    (gradients, (sums, observed)), _ = jax.lax.scan(
+        add, jax.tree.map(zeros, shape), (split, jnp.arange(pieces))
+    )
     weight = jnp.maximum(sums.weight, 1)
+    taps = gradients.pop(TAPS, None) if isinstance(gradients, dict) else None
     gradients = jax.tree.map(lambda g: g * (rows / weight), gradients)
-    return gradients, sums._replace(loss=sums.total / weight)
+    if taps is not None:  # squares
+        gradients[TAPS] = jax.tree.map(lambda g: g * (rows / weight) ** 2, taps)
+    observed = jax.tree.map(lambda x: x / sums.weight, observed)
+    return gradients, (sums._replace(loss=sums.total / weight), observed)
 
 
 def _split(batch: Any, pieces: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from jaxblock.training.files import replace_text
 from jaxblock.training.plots import plot_run
 from jaxblock.training.prepare import Prepared, run_keys
+from jaxblock.training.probe_plots import plot_probes
 from jaxblock.training.run_folder import RunFolder
 from jaxblock.training.step import TrainState, averaged_weights
 from jaxblock.version import __version__
@@ -33,6 +34,7 @@ def finish_run(
     replace_text(folder.sample, task.finish(averaged_weights(state), key))
     rows = folder.read_metrics()
     plot_run(rows, folder.plots, baseline=facts["baseline_loss"])
+    plot_probes(folder.read_probes(), folder.plots / "probes.png")
     evaluations = [row for row in rows if "val_loss" in row]
     found = {name: value for name, value in evaluations[-1].items() if name != "step"} if evaluations else {}
     val_loss, bytes_per_token = found.get("val_loss"), task.facts.get("bytes_per_token")

@@ -1,13 +1,13 @@
 """What a run learns, as one record: the loop knows batches, a loss and numbers to report, and no task by name."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from jaxblock.training.objectives import Loss
+from jaxblock.training.objectives import Loss, ProbedLoss
 from jaxblock.types import Array, Params
 
 
@@ -47,6 +47,8 @@ class Task:
     """Initial parameters from a key."""
     loss: Loss
     """What is minimised."""
+    probed: Callable[[Sequence[str]], ProbedLoss]
+    """Names of statistics -> the same loss with them taken of every sublayer (see `jaxblock.probes.StreamProbe`)."""
     score: Callable[[Params, Any], Score]
     """What is evaluated."""
     batches: Callable[[int], Batches]

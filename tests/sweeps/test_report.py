@@ -31,7 +31,7 @@ from tests.sweeps.test_report_sweep import RATES, SCRIPT, synthetic_sweep
 LEADS = ("Which series is better", "Does the learning rate transfer over depth", "Loss against depth")
 WORDS = (
     *("series", "against", "reason", "sentence", "note", "refused", "refusal", "interval", "phrase"),
-    *("law", "law_start", "law_end", "parameter", "run", "time_utc"),
+    *("law", "law_start", "law_end", "parameter", "run", "time_utc", "statistic"),
 )
 """Columns of tables that hold words, which may have digits in them."""
 SETTINGS = ("plan", "fixed", "environment", "conventions")
@@ -188,7 +188,7 @@ def test_every_figure_has_a_caption_with_its_numbers_and_its_data(folder: Path, 
         1:
     ]
     assert (
-        len(captions) == len(page.attributes("figure")) == len(list((folder / "figures").glob("*.png"))) == 9
+        len(captions) == len(page.attributes("figure")) == len(list((folder / "figures").glob("*.png"))) == 10
     )
     for caption in captions:
         for pattern in (
@@ -209,7 +209,7 @@ def test_every_drawing_can_be_read_aloud(page: Page) -> None:
         found.get("aria-hidden") == "true" for found in page.attributes("svg") if found not in drawings
     )
     groups = [found for found in page.attributes("div") if found.get("role") == "group"]
-    assert len(groups) == 9
+    assert len(groups) == 10
     assert all(found["aria-label"] for found in groups)
 
 
@@ -254,7 +254,7 @@ def test_results_csv_has_a_row_for_every_run_and_a_column_for_every_scalar(folde
     sweep, rows = synthetic_sweep(), rows_of(folder / "results.csv")
     assert [row["id"] for row in rows] == [run.id for run in sweep.results]
     assert [row["outcome"] for row in rows] == [run.outcome for run in sweep.results]
-    structured = {"axes", "parameters", "flops_per_token", "val_losses", "losses", "start", "end"}
+    structured = {"axes", "parameters", "flops_per_token", "val_losses", "losses", "start", "end", "probe"}
     assert {field.name for field in dataclasses.fields(Result)} - structured <= set(rows[0])
     assert {"axes.model.residual", "parameters.total", "flops_per_token.causal"} <= set(rows[0])
     for row, run in zip(rows, sweep.results, strict=True):

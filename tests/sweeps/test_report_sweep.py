@@ -128,6 +128,7 @@ def _trained(run: Result, loss: float) -> Result:
         "last_gradient_norm": 0.5 * run.depth**0.2 * (1 + 0.02 * run.seed) if finite else None,
         "start": _profile(run, growth),
         "end": _profile(run, 3 * growth) if finite else None,
+        "probe": _probe(run, 3 * growth),
         "lanes": 21,
         "compile_s": 3.0 + 0.1 * run.depth,
         "step_s": 0.01 * run.depth + 0.02,
@@ -139,6 +140,12 @@ def _trained(run: Result, loss: float) -> Result:
 def _profile(run: Result, growth: float) -> Profile:
     stream = tuple((1 + growth * block) ** 0.5 * (1 + 0.01 * run.seed) for block in range(run.depth + 1))
     return Profile(stream=stream, branches=(0.3,) * run.sublayers, logits=1.0)
+
+
+def _probe(run: Result, growth: float) -> dict[str, tuple[float | None, ...]]:
+    sizes = [(1 + growth * s / 2) ** 0.5 * (1 + 0.01 * run.seed) for s in range(run.sublayers + 1)]
+    updates = [0.3 / size for size in sizes[:-1]]
+    return {"stream_rms": tuple(sizes[1:]), "relative_update": (None, *updates[1:])}
 
 
 def _outcome(residual: str, depth: int, rate: float, seed: int) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from jaxblock.training.config import (
     InitConfig,
     LossConfig,
     OptimizerConfig,
+    ProbeConfig,
     RunConfig,
     SampleConfig,
     TrainConfig,
@@ -97,6 +98,7 @@ CHANGED = TrainConfig(
     guard=GuardConfig(non_finite="skip", spike="rewind", deviations=5.0, window=64, limit=3),
     checkpoint=CheckpointConfig(keep_latest=1, keep_best=1, keep_every=10),
     watch=WatchConfig(figure_seconds=0.0, tensorboard=True, wandb="p", profile_start=3, profile_steps=1),
+    probe=ProbeConfig(every=3, statistics=("branch", "gradient", "update")),
     loss=LossConfig(z_loss=1e-4, label_smoothing=0.1),
     sample=SampleConfig(prompt="line\nbreak 😀", length=5, temperature=0.0, top_k=3, top_p=0.5),
 )
@@ -145,6 +147,7 @@ def test_a_config_survives_toml(tmp_path, config):
     assert again == config
     assert flat(again) == flat(config)
     assert isinstance(again.model.window, tuple)
+    assert isinstance(again.probe.statistics, tuple)
 
 
 def test_the_changed_config_differs_in_every_field():
@@ -220,6 +223,13 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
         ("guard.spike", "retry"),
         ("guard.window", 2),
         ("watch.profile_steps", 0),
+        ("probe.every", -1),
+        ("probe.every", 1.0),
+        ("probe.statistics", "sizes"),
+        ("probe.statistics", []),
+        ("probe.statistics", ["size"]),
+        ("probe.statistics", ["sizes", "sizes"]),
+        ("probe.statistics", ["sizes"]),  # every is 0: nothing would be measured
         ("loss.label_smoothing", 1.0),
         ("sample.prompt", ""),
         ("sample.top_p", 0.0),
@@ -290,6 +300,17 @@ def test_a_section_that_a_file_opens_is_complete_in_itself():
     assert config.model == CHANGED.model
     assert config.sample == SampleConfig(length=3)
     assert config.run == DEFAULT.run
+
+
+def test_a_misspelt_statistic_is_refused_with_the_nearest_one():
+    with pytest.raises(ValueError, match=r"probe\.statistics has 'gradeint'; .*did you mean 'gradient'"):
+        ProbeConfig(every=1, statistics=("gradeint",))
+
+
+def test_the_first_step_and_every_multiple_are_measured():
+    assert [step for step in range(1, 11) if ProbeConfig(every=4).is_due(step)] == [1, 4, 8]
+    assert all(ProbeConfig(every=1).is_due(step) for step in range(1, 11))
+    assert not any(ProbeConfig().is_due(step) for step in range(1, 11))  # control: off
 
 
 # Flags -----------------------------------------------------------------------------------------------------
@@ -368,4 +389,4 @@ def test_every_field_is_explained_by_help(capsys, monkeypatch):
         explained = page.index(words, start)
         assert "--" not in page[start + len(flag) : explained], f"{flag} is explained by another's words"
         default = "none" if field.default is None else str(field.default)
-        assert f"(default: {default})" in page[explained:][: len(words) + 60]
+        assert f"(default: {default})" in page[explained:][: len(words) + len(default) + 60]

@@ -136,6 +136,10 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
     "which": ("", "best or worst seed of the arm at its best measured rate"),
     "step": ("optimizer steps", "step of the training loss"),
     "loss": (NATS, "training loss of that single batch"),
+    "statistic": ("", "what was measured of every sublayer (jaxblock.probes), after the last step"),
+    "relative_depth": ("fraction of the sublayers S", "place s / S, 1 after the last sublayer"),
+    "median": ("", "median of the statistic over seeds, in its own unit"),
+    "seeds": ("seeds", "seeds with a finite value there"),
     "running_mean": (NATS, "centred running mean of loss over recorded steps"),
 }
 

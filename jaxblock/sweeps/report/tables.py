@@ -247,7 +247,7 @@ def to_csv(table: Table) -> str:
 
 
 def _is_scalar(name: str) -> bool:
-    return name not in (*RUN_MAPPINGS, "val_losses", "losses", "start", "end")
+    return name not in (*RUN_MAPPINGS, "val_losses", "losses", "start", "end", "probe")
 
 
 def _keys(mappings: Any) -> tuple[str, ...]:

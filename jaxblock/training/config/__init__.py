@@ -13,6 +13,7 @@ from jaxblock.training.config.learning import (
     LossConfig,
     OptimizerConfig,
 )
+from jaxblock.training.config.probe import ProbeConfig
 from jaxblock.training.config.run import (
     TASKS,
     CheckpointConfig,
@@ -34,6 +35,7 @@ __all__ = [
     "InitConfig",
     "LossConfig",
     "OptimizerConfig",
+    "ProbeConfig",
     "RunConfig",
     "SampleConfig",
     "TrainConfig",
@@ -66,6 +68,7 @@ class TrainConfig(Section):
     guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watch: WatchConfig = WatchConfig()
+    probe: ProbeConfig = ProbeConfig()
     sample: SampleConfig = SampleConfig()
 
     @pydantic.model_validator(mode="after")

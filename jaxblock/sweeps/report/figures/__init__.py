@@ -4,6 +4,7 @@ from jaxblock.sweeps.report.figures.basins import basin_figure, divergence_figur
 from jaxblock.sweeps.report.figures.costs import cost_figure
 from jaxblock.sweeps.report.figures.curves import curve_figure
 from jaxblock.sweeps.report.figures.losses import loss_figure, price_figure
+from jaxblock.sweeps.report.figures.probes import probe_figure
 from jaxblock.sweeps.report.figures.rates import rate_figure
 from jaxblock.sweeps.report.figures.streams import gradient_figure, stream_figure
 from jaxblock.sweeps.report.marks import Figure
@@ -19,6 +20,7 @@ def all_figures(material: Material) -> tuple[Figure, ...]:
         rate_figure(material),
         divergence_figure(material),
         stream_figure(material),
+        probe_figure(material),
         gradient_figure(material),
         cost_figure(material),
         curve_figure(material),

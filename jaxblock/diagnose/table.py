@@ -1,0 +1,113 @@
+"""All checks in the order of the debugging path, and what they found.
+
+Steps 1 to 8 are those of a person who debugs a block; the checks without a number are the mistakes of structure that
+have the right shapes.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxblock.diagnose import gradients, learning, official, structure, tokens
+from jaxblock.diagnose.finding import FAIL, WARN, Finding, settle
+from jaxblock.diagnose.subject import Subject
+
+
+class Measured:
+    """What several checks look at, measured once."""
+
+    def __init__(self, subject: Subject):
+        self.subject = subject
+
+    @functools.cached_property
+    def curves(self) -> learning.Curves:
+        """The few rows learnt at several rates."""
+        return learning.learn(self.subject)
+
+    @functools.cached_property
+    def measure(self) -> Callable:
+        """The compiled measurement along depth."""
+        return gradients.measurer(self.subject)
+
+    @functools.cached_property
+    def params(self) -> dict:
+        """The parameters that are measured along depth."""
+        return gradients.warmed(self.subject)
+
+    @functools.cached_property
+    def depth(self) -> gradients.Depth:
+        """What is measured along depth."""
+        return self.measure(self.params)
+
+    @functools.cached_property
+    def silenced(self) -> gradients.Depth:
+        """The same with block 0's feed-forward at 0."""
+        return self.measure(gradients.planted(self.subject, self.params, factor=0.0))
+
+    @functools.cached_property
+    def wild(self) -> gradients.Depth:
+        """The same with block 0's feed-forward 1000 times as large; not finite where a norm takes the size away."""
+        large = self.measure(gradients.planted(self.subject, self.params, factor=1000.0))
+        control = gradients.relative_update(self.depth, large).control
+        if control is not None and control.caught:
+            return large
+        return self.measure(gradients.planted(self.subject, self.params, factor=float("nan")))
+
+
+class Check(NamedTuple):
+    """One line."""
+
+    step: int | None
+    """Its step on the debugging path; None = a mistake of structure."""
+    ask: Callable[[Measured], Finding]
+
+
+CHECKS: Mapping[str, Check] = {
+    "overfit": Check(1, lambda m: learning.overfits(m.curves)),
+    "learning_rate": Check(None, lambda m: learning.learning_rate(m.curves)),
+    "shapes": Check(2, lambda m: structure.shapes(m.subject)),
+    "padding": Check(3, lambda m: tokens.padding(m.subject)),
+    "causality": Check(None, lambda m: tokens.causality(m.subject)),
+    "reach": Check(None, lambda m: tokens.reach(m.subject)),
+    "targets": Check(None, lambda m: tokens.targets(m.subject)),
+    "zero_branches": Check(4, lambda m: structure.zero_branches(m.subject)),
+    "wiring": Check(None, lambda m: structure.wiring(m.subject)),
+    "norms_apart": Check(None, lambda m: structure.norms_apart(m.subject)),
+    "final_norm": Check(None, lambda m: structure.exit_norm(m.subject)),
+    "relative_update": Check(5, lambda m: gradients.relative_update(m.depth, m.wild)),
+    "stream_gradient": Check(6, lambda m: gradients.stream_gradient(m.depth)),
+    "dead_layers": Check(None, lambda m: gradients.dead_layers(m.depth, m.silenced)),
+    "idle_parameters": Check(None, lambda m: gradients.idle_leaves(m.depth, m.silenced, m.subject)),
+    "evaluation": Check(7, lambda m: tokens.evaluation(m.subject)),
+    "official_layers": Check(8, lambda m: official.official_layers(m.subject)),
+    "weight_decay": Check(None, lambda m: gradients.decay(m.subject)),
+}
+
+
+class Row(NamedTuple):
+    """A check and what it found."""
+
+    name: str
+    step: int | None
+    finding: Finding
+    seconds: float
+
+
+def run_checks(
+    measured: Measured, names: Sequence[str] = tuple(CHECKS), say: Callable[[str], None] = lambda name: None
+) -> list[Row]:
+    """Run checks in order; `say` is told the name of each before it starts."""
+    rows = []
+    for name in names:
+        say(name)
+        begun = time.perf_counter()
+        found = settle(CHECKS[name].ask(measured))
+        rows.append(Row(name, CHECKS[name].step, found, time.perf_counter() - begun))
+    return rows
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Return the worst verdict of all."""
+    found = {row.finding.verdict for row in rows}
+    return FAIL if FAIL in found else WARN if WARN in found else "pass"
