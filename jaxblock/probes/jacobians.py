@@ -19,7 +19,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from jaxblock.contracts import check_integer
-from jaxblock.probes.stack import Stack, inner_product, norm, scan_steps, update_of
+from jaxblock.probes.stack import Stack, inner_product, norm, one_by_one, scan_steps, update_of
 from jaxblock.types import Array, Stream
 
 LARGEST = 2048
@@ -199,7 +199,7 @@ def spectral_norms(stack: Stack, key: Array, *, iterations: int = 30) -> Spectra
         y, push = jax.linearize(f, x)
         pull = jax.linear_transpose(push, x)
         forth = lambda v_2: less(jax.vmap(push)(v_2), v_2)  # noqa: E731
-        back = lambda w_2: less(jax.vmap(lambda w: pull(w)[0])(w_2), w_2)  # noqa: E731
+        back = lambda w_2: less(one_by_one(pull, w_2), w_2)  # noqa: E731
         v_2 = jax.lax.fori_loop(0, iterations, lambda _, v_2: _unit(back(forth(v_2)), v_2), _unit(start_2))
         w_2 = forth(v_2)
         sigma_2 = norm(w_2, axes=1)
@@ -225,10 +225,11 @@ def singular_values(stack: Stack) -> SingularValues:
 
     def visit(f: Any, x: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
         g = lambda x: ravel_pytree(f(unflatten(x)))[0]  # noqa: E731
-        j = jax.jacrev(g)(x)
+        y, push = jax.linearize(g, x)
+        j = jax.lax.map(push, jnp.eye(len(x), dtype=x.dtype)).T  # one by one: see `stack.one_by_one`
         j = j.astype(jnp.promote_types(j.dtype, jnp.float32))
         values = [jnp.linalg.svd(a, compute_uv=False) for a in (j - jnp.eye(len(x), dtype=j.dtype), j)]
-        return g(x), (values[0], values[1])
+        return y, (values[0], values[1])
 
     return SingularValues(*scan_steps(stack, visit, flat)[1])
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxblock.probes.stack import Stack, inner_product, norm, scan_steps, update_of
+from jaxblock.probes.stack import Stack, inner_product, norm, scan_steps, update_of, one_by_one
 from jaxblock.types import Array, Stream
 
 
@@ -57,7 +57,7 @@ def path_cotangents(stack: Stack, cotangent: Stream) -> Stream:
 
     def visit(f: Any, parts: Stream, x: Stream) -> tuple[Stream, None]:
         _, pull = jax.vjp(f, x)
-        return _longer(parts, jax.vmap(lambda c: pull(c)[0])), None
+        return _longer(parts, lambda c_K: one_by_one(pull, c_K)), None
 
     return scan_steps(stack, visit, _first(cotangent, stack.sublayers), given=before_S, reverse=True)[0]
 

@@ -107,9 +107,9 @@ def planted() -> Planted:
             "size": size_WST,
             "peak": 3 * np.sqrt(size_WST),
             "update": update_WST,
-            "gradient_share": share_K * np.ones((study.GROUPS, 1)),
-            "gradient_length": 0.15 * S * noise(study.GROUPS),
-            "change_length": 0.15 * S * noise(study.GROUPS),
+            "gradient_share": share_K * np.ones((study.PATHS, 1)),
+            "gradient_length": 0.15 * S * noise(study.PATHS),
+            "change_length": 0.15 * S * noise(study.PATHS),
         }
     cost_L = np.r_[0.5, np.full(L - 2, 0.05), 0.3]
     cost_L[9] = 0.0
@@ -182,9 +182,15 @@ def test_a_profile_that_is_not_as_predicted_says_so(name: str):
 
 def test_groups_are_spread_over_the_windows():
     tokens_WT = np.arange(W)[:, None] * np.ones((1, T), int)
-    groups, _ = Windows(tokens_WT, tokens_WT).groups(2)
+    groups, _ = Windows(tokens_WT, tokens_WT).groups(study.GROUPS, 2)
     assert groups.shape == (study.GROUPS, 2, T)
     assert (groups[0, 0, 0], groups[-1, -1, -1]) == (0, W - 1)
+
+
+def test_parts_that_are_not_the_whole_are_refused():
+    study.check_paths({"gradient_error": np.array([1e-6]), "change_error": np.array([1e-6])})
+    with pytest.raises(RuntimeError, match="gradient_error is"):
+        study.check_paths({"gradient_error": np.array([1e-6, 0.2]), "change_error": np.array([1e-6])})
 
 
 def test_the_lens_of_a_small_model_ends_in_its_loss():

@@ -80,7 +80,8 @@ def test_gradients_after_training_have_a_verdict_and_at_the_start_none():
 
 def test_a_small_rezero_is_its_embedding_and_a_plain_model_is_not():
     """The two compiled models; these parameters are drawn off their zeros, so that alphas are set to 0 here."""
-    windows = Windows(small.tokens(), np.roll(small.tokens(), -1, axis=1))
+    tokens_WT = np.asarray(small.tokens())
+    windows = Windows(tokens_WT, np.roll(tokens_WT, -1, axis=1))
     found = {}
     for residual in ("rezero", "pre_norm"):
         model, params = small.built(small.config(residual=residual, norm="layer_norm"))
