@@ -36,7 +36,8 @@ exponential (a power law is best at the start, power and additive tie after; a f
 sticks out less after training (1.5 times the rest) than before (2.0); late rows of M are 0.17; the last block is not
 among the worst, and no block is free (the least costs 0.019 nats, 9 standard errors). Half of the lens's fall is at the
 first sublayer: not resolved. Paths were first taken of 4 windows at once, where `path_cotangents` then was wrong
-(jaxlib 0.10 gets a large vmapped vjp wrong; it takes them one by one since); that parts add up is checked. Bands stayed as they were.
+(jaxlib 0.10 gets a large vmapped vjp wrong; it takes them one by one since); that parts add up is checked. Bands stayed
+as they were.
 
 Writes results/trained_depth.csv and .md and figures/trained_depth.png.
 Wall time: 27 minutes of training and 9 of measuring while others used the two cores (3 of processor time).

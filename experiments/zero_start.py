@@ -225,7 +225,7 @@ def gradient_numbers(model: Decoder, windows: Windows, params: Params) -> dict[s
         return window_losses(logits_WTV, jnp.asarray(windows.targets_WT)).mean()
 
     profile = gradient_profile(model.config, loss, params)
-    squares = [jnp.square(x).sum(range(1, x.ndim)) for x in jax.tree.leaves(profile.params["blocks"])]
+    squares = [jnp.square(x).sum(range(1, x.ndim)) for x in jax.tree.leaves(profile.gradient["blocks"])]
     return {"parameters by block": jnp.sqrt(sum(squares)), "stream": profile.stream_S}
 
 

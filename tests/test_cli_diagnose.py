@@ -36,7 +36,7 @@ def test_the_table_says_number_bound_and_control(text: Path, capsys: pytest.Capt
         "pass  2. shapes",
         "pass  8. official layers",
         "bound: below 0.0001",
-        "control: an epsilon of 0.1",
+        "control: an epsilon of 0.1, the other mask, tanh for the activation",
     ):
         assert words in page
     assert "2 pass, 0 warn, 0 fail, 0 skip" in page
@@ -84,6 +84,8 @@ REFUSED = {
     "unknown field": (["--model.dept", "3"], "'model.depth'"),
     "missing file": (["missing.toml"], "missing.toml"),
     "figures are a file": (["--figures", __file__], "which is no folder"),
+    "figures in a file": (["--figures", f"{__file__}/x"], "cannot be written to"),
+    "figures are nothing": (["--figures", ""], "it must be a folder"),
     "no run": (["."], "is not a run"),
 }
 

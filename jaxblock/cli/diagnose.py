@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ def diagnose(arguments: Sequence[str]) -> Action:
         CHECKS,
         FAIL,
         Measured,
+        page,
         run_checks,
         subject_of_config,
         subject_of_run,
@@ -52,7 +54,7 @@ def diagnose(arguments: Sequence[str]) -> Action:
     names = list(CHECKS) if command.only is None else [name.strip() for name in command.only.split(",")]
     for name in names:
         check_choice("--only", name, CHECKS)
-    figures = None if command.figures is None else _new_figures(Path(command.figures), FIGURES)
+    figures = None if command.figures is None else _new_figures(command.figures, FIGURES)
     path = None if command.config is None else Path(command.config)
     if path is not None and path.is_dir():
         if overrides:
@@ -74,56 +76,42 @@ def diagnose(arguments: Sequence[str]) -> Action:
             print(f"{time.perf_counter() - begun:5.1f} s  {name}", file=sys.stderr)
 
         rows = run_checks(measured, names, say)
-        drawn = [] if figures is None else draw_figures(measured, figures)
         about = {
             "subject": what,
             "at": at,
             "verdict": verdict(rows),
             "seconds": round(time.perf_counter() - begun, 1),
         }
-        print(_record(about, rows, drawn) if command.json else _page(about, rows, drawn))
+        if not command.json:  # the table first: it is what took the time
+            print(page(rows, heading=f"{what}, {at}", seconds=about["seconds"]), flush=True)
+        drawn = [] if figures is None else draw_figures(measured, figures)
+        print(_record(about, rows, drawn) if command.json else "\n".join(f"figure: {path}" for path in drawn))
         return NOT_PASSED if about["verdict"] == FAIL else PASSED
 
     return act
 
 
-def _new_figures(folder: Path, names: Sequence[str]) -> Path:
-    """Return a folder that figures can be written to.
+def _new_figures(text: str, names: Sequence[str]) -> Path:
+    """Return a folder that figures can be written to; it is made.
 
     Raises:
-      ValueError: it is a file, or holds a figure already.
+      ValueError: it is a file, holds a figure already, or cannot be written to.
     """
+    folder = Path(text)
+    if not text:
+        raise ValueError("--figures is ''; it must be a folder")
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--figures is {str(folder)!r}, which is no folder")
+        raise ValueError(f"--figures is {text!r}, which is no folder")
     for name in names:
         if (folder / name).exists():
-            raise ValueError(
-                f"--figures is {str(folder)!r}, which has a {name} already; choose another folder"
-            )
+            raise ValueError(f"--figures is {text!r}, which has a {name} already; choose another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"--figures is {text!r}, which cannot be written to: {error}") from error
     return folder
-
-
-def _page(about: dict[str, Any], rows: Sequence[Any], drawn: Sequence[Path]) -> str:
-    """Return the table: what was found, the bound, the control; then what to look at."""
-    lines = [f"{about['subject']}, {about['at']}", ""]
-    for row in rows:
-        found = row.finding
-        step = f"{row.step}." if row.step else ""
-        lines.append(f"{found.verdict:4}  {step:2} {row.name.replace('_', ' '):16} {found.found}")
-        if found.bound:
-            lines.append(f"{'':26}bound: {found.bound}")
-        if found.control is not None:
-            number = "" if found.control.number is None else f": {found.control.number:.3g}"
-            caught = "" if found.control.caught else ", NOT caught"
-            lines.append(f"{'':26}control: {found.control.planted}{number}{caught}")
-        if found.verdict in ("warn", "fail"):
-            lines.append(f"{'':26}look at: {found.look}")
-    counts = {
-        word: sum(row.finding.verdict == word for row in rows) for word in ("pass", "warn", "fail", "skip")
-    }
-    lines += ["", f"{', '.join(f'{n} {word}' for word, n in counts.items())}; {about['seconds']:g} s"]
-    lines += [f"figure: {path}" for path in drawn]
-    return "\n".join(lines)
 
 
 def _record(about: dict[str, Any], rows: Sequence[Any], drawn: Sequence[Path]) -> str:

@@ -3,7 +3,7 @@ proved it."""
 
 from jaxblock.diagnose.finding import FAIL, PASS, SKIP, WARN, Control, Finding
 from jaxblock.diagnose.subject import Subject, subject_of_config, subject_of_run
-from jaxblock.diagnose.table import CHECKS, Measured, Row, run_checks, verdict
+from jaxblock.diagnose.table import CHECKS, Measured, Row, page, run_checks, verdict
 
 __all__ = [
     "CHECKS",
@@ -16,6 +16,7 @@ __all__ = [
     "Measured",
     "Row",
     "Subject",
+    "page",
     "run_checks",
     "subject_of_config",
     "subject_of_run",

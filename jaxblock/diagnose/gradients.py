@@ -27,6 +27,8 @@ from jaxblock.types import Array, Params
 WARM = 3
 """Steps after which nothing that is to move still stands at 0."""
 TENS, FADES = 10.0, 1e3
+NOT_DECAYED = ("norm", "bias", "embedding", "position")
+"""Roles of parameters that no weight decay may move."""
 
 
 class Depth(NamedTuple):
@@ -131,10 +133,11 @@ def _blocks_of(depth: Depth, values: np.ndarray) -> list[str]:
     return [f"block {s // count}, {depth.branches[s % count].replace('_', ' ')}" for s in range(len(values))]
 
 
-def relative_update(depth: Depth, bare: Depth) -> Finding:
+def relative_update(depth: Depth, bare: Depth, *, planted: str) -> Finding:
     """Step 5: how much of the stream each sublayer writes; tens of times it is a rate, a start or a number gone wrong.
 
-    Of a stream that is not one array: how large the branches' outputs are. `bare` is the control, measured.
+    Of a stream that is not one array: how large the branches' outputs are. `bare` is the control, measured, and
+    `planted` what it has.
     """
     worst, place = _largest_write(depth)
     own = "relative_update" in depth.profile
@@ -146,7 +149,7 @@ def relative_update(depth: Depth, bare: Depth) -> Finding:
         f"{what} {worst:.2g} ({place})",
         worst,
         f"below {TENS:g}, and finite",
-        Control("block 0's feed-forward kernels 1000 times as large, then NaN", wild, verdict(wild) != PASS),
+        Control(planted, wild, verdict(wild) != PASS),
         "the learning rate, the initial values of that branch, a mask that lets a strange value through",
     )
 
@@ -224,13 +227,15 @@ def _kernels_of(branch: str, leaves: dict[str, np.ndarray]) -> list[np.ndarray]:
     modules = {"parallel": "attention|feed_forward", "feed_forward": "feed_forward|experts"}.get(
         branch, branch
     )
-    found = re.compile(rf"blocks/({modules})/.*kernel")
+    found = re.compile(rf"blocks/({modules})/(?!router).*kernel")  # a router learns from the balance alone
     return [x for name, x in leaves.items() if found.fullmatch(name)]
 
 
 def idle_leaves(depth: Depth, bare: Depth, subject: Subject) -> Finding:
     """Every parameter of every block gets a gradient, but for what its topology declares."""
-    declared = subject.model.connections.no_gradient
+    declared = [*subject.model.connections.no_gradient]
+    if subject.model.config.value_residual_choice.name == "learned":
+        declared.append(NoGradient("blocks/attention/value_mix", 0, "block 0 has no values but its own"))
     found, control = _idle(depth, declared), _idle(bare, declared)
     total = sum(np.size(x) for x in depth.leaves.values())
     only_experts = all("/experts/" in name for name in found)
@@ -261,7 +266,10 @@ def _idle(depth: Depth, declared: Sequence[NoGradient]) -> list[str]:
 
 
 def decay(subject: Subject) -> Finding:
-    """With gradients of 0 the optimizer moves what it decays: that must be no norm, bias, table or gate."""
+    """With gradients of 0 the optimizer moves what it decays: that must be no norm, bias, or table of embeddings.
+
+    What connections decay of their own is declared by their topology, and not judged.
+    """
     config = subject.config.optimizer.model_copy(update={"weight_decay": 0.1})
     small = jax.eval_shape(lambda: subject.params)
     names = {path_name(path): role for (path, _), role in _roles(small)}
@@ -278,21 +286,17 @@ def decay(subject: Subject) -> Finding:
 
         params = jax.tree.map(lambda x, y: x.astype(y.dtype), subject.stirred, subject.params)
         found = jax.device_get(moved(params))
-        return [name for name, size in found.items() if size > 0 and names[name] in ("norm", "bias")]
+        return [name for name, size in found.items() if size > 0 and names[name] in NOT_DECAYED]
 
     found = decayed(subject.model.labels)
-    everything = (*subject.model.labels, Label(".*(norm/scale|norm/bias|bias)", decay=True))
-    has = any(role in ("norm", "bias") for role in names.values())
-    if not has:
-        return skipped("the model has neither norm parameters nor biases")
-    bare = decayed(everything[-1:])
+    bare = decayed((Label(".*(norm/scale|bias|table)", decay=True),))
     return Finding(
         FAIL if found else PASS,
-        f"{len(found)} norm parameters and biases shrink without a gradient"
+        f"{len(found)} norm parameters, biases and tables shrink without a gradient"
         + (f": {found[0]}" if found else ""),
         float(len(found)),
         "0",
-        Control("a label that decays norms and biases", float(len(bare)), bool(bare)),
+        Control("a label that decays norms, biases and tables", float(len(bare)), bool(bare)),
         "the optimizer's decay mask and the topology's labels",
     )
 

@@ -47,14 +47,19 @@ def official_layers(subject: Subject) -> Finding:
         found["feed-forward"] = _feed_forward(config, blocks["feed_forward"], x_BTD)
     worst = max(found, key=lambda name: found[name] if np.isfinite(found[name]) else np.inf)
     error = found[worst]
-    bare = _norm(config, x_BTD, epsilon=0.1)
+    wrong = [_norm(config, x_BTD, epsilon=0.1)]
+    if "attention" in blocks:
+        wrong.append(_attention(config, blocks["attention"], x_BTD, causal=subject.causal, other_mask=True))
+    if "feed_forward" in blocks:
+        wrong.append(_feed_forward(config, blocks["feed_forward"], x_BTD, activate=jnp.tanh))
+    bare = min(wrong)
     left_out = "" if len(found) == 3 else " (the model's other parts have no layer of Flax's to stand beside)"
     return Finding(
         PASS if error < CLOSE else FAIL,
         f"{', '.join(found)} beside Flax's own layers: at most {error:.2g} apart ({worst}){left_out}",
         error,
         f"below {CLOSE:g}",
-        Control("an epsilon of 0.1", bare, not bare < CLOSE),
+        Control("an epsilon of 0.1, the other mask, tanh for the activation: least", bare, not bare < CLOSE),
         f"the equation of the {worst}: epsilon, the axis of the statistics, scale of the scores, mask, activation",
     )
 
@@ -72,7 +77,9 @@ def _norm(config: ModelConfig, x_BTD: Array, *, epsilon: float) -> float:
     )
 
 
-def _attention(config: ModelConfig, params: Params, x_BTD: Array, *, causal: bool) -> float:
+def _attention(
+    config: ModelConfig, params: Params, x_BTD: Array, *, causal: bool, other_mask: bool = False
+) -> float:
     plain = {"positions": "none", "window": (), "soft_cap": None, "value_residual": "none"}
     config = dataclasses.replace(config, **plain)
     params = {name: value for name, value in params.items() if name != "value_mix"}
@@ -92,7 +99,7 @@ def _attention(config: ModelConfig, params: Params, x_BTD: Array, *, causal: boo
         "value": jax.tree.map(repeated, params["value"]),
         "out": params["output"],
     }
-    mask = nn.make_causal_mask(jnp.ones(x_BTD.shape[:2])) if causal else None
+    mask = nn.make_causal_mask(jnp.ones(x_BTD.shape[:2])) if causal != other_mask else None
     return _apart(
         lambda x: module.apply({"params": params}, x, inputs),
         lambda x: official.apply({"params": theirs}, x, mask=mask),
@@ -100,9 +107,11 @@ def _attention(config: ModelConfig, params: Params, x_BTD: Array, *, causal: boo
     )
 
 
-def _feed_forward(config: ModelConfig, params: Params, x_BTD: Array) -> float:
+def _feed_forward(
+    config: ModelConfig, params: Params, x_BTD: Array, *, activate: Callable[[Array], Array] | None = None
+) -> float:
     params = {name: value for name, value in params.items() if name != "inner_norm"}
-    activate = ACTIVATIONS[config.feed_forward]
+    activate = activate or ACTIVATIONS[config.feed_forward]
 
     def dense(name: str, x: Array) -> Array:
         kernel = params[name]["kernel"]

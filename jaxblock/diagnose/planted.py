@@ -60,6 +60,39 @@ class Doubled(nn.Module):
         return 2 * x + f(Norm(self.config, name="norm")(x))
 
 
+class Flipped(nn.Module):
+    """The control of the sign: -x + f(norm(x))."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array, f: Branch) -> Array:
+        """Return f(norm(x)) less x."""
+        return f(Norm(self.config, name="norm")(x)) - x
+
+
+class Stopped(nn.Module):
+    """The control of the gradient: x + f(norm(x)), and no gradient through x."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array, f: Branch) -> Array:
+        """Return the sum with a skip that has no gradient."""
+        return jax.lax.stop_gradient(x) + f(Norm(self.config, name="norm")(x))
+
+
+class Rolled(nn.Module):
+    """The control of rows: x + f(norm(the row before))."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array, f: Branch) -> Array:
+        """Return the sum with a branch of the row before."""
+        return x + f(jnp.roll(Norm(self.config, name="norm")(x), 1, axis=0))
+
+
 class Faded(nn.Module):
     """The control of gradients along depth: f(x) / 20, neither skip nor norm."""
 

@@ -1,5 +1,6 @@
 """What the block is from how it behaves: shapes, the place of norms and skips, the exit, branches at 0."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -12,7 +13,16 @@ import numpy as np
 from jaxblock.axes import path_name
 from jaxblock.config import ModelConfig
 from jaxblock.diagnose.finding import FAIL, PASS, WARN, Control, Finding, skipped
-from jaxblock.diagnose.planted import Doubled, PreNorm, Skipless, Widened, drawn, small_model
+from jaxblock.diagnose.planted import (
+    Doubled,
+    Flipped,
+    PreNorm,
+    Skipless,
+    Stopped,
+    Widened,
+    drawn,
+    small_model,
+)
 from jaxblock.diagnose.subject import Subject, as_float, quick
 from jaxblock.invariants import (
     describe_block,
@@ -22,6 +32,8 @@ from jaxblock.invariants import (
     switch_block,
     switch_exit,
 )
+from jaxblock.invariants import zero_branches as zeroed
+from jaxblock.residual.contract import open_array
 from jaxblock.types import Array
 
 WRONG = ("second norm after the add", "norm on the skip path", "has a skip", "no_norm")
@@ -37,28 +49,42 @@ def shapes(subject: Subject) -> Finding:
     _, made = jax.eval_shape(lambda params: subject.task.forward(params, batch, None), subject.params)
     rows, length = batch.inputs_BT.shape
     want = (config.depth, rows, length, config.width)
-    recorded = re.compile(r"resid_(pre|mid|post)|(attention|token_mixer|feed_forward|parallel)_(in|out)")
-    found = jax.tree_util.tree_leaves_with_path(made["blocks"])
-    leaves = [(path, x) for path, x in found if any(recorded.fullmatch(str(part.key)) for part in path[:1])]
-    bad = [
-        f"{path[0].key} {x.dtype}{list(x.shape)}"
-        for path, x in leaves
-        if x.shape != want or x.dtype != (config.stream_dtype if "resid" in path[0].key else config.dtype)
-    ]
-    caught = False
+    dtype = "float32" if config.stream_dtype == "bfloat16" else "bfloat16"
+    model = subject.model.clone(config=dataclasses.replace(config, stream_dtype=dtype))
+    run = lambda params: model.apply({"params": params}, batch.inputs_BT, mutable=["intermediates"])  # noqa: E731
+    other = jax.eval_shape(run, subject.params)[1]["intermediates"]
+    bad, count = _misshapen(made["blocks"], want, config)
+    planted, _ = _misshapen(other["blocks"], want, config)
+    refused = False
     try:
         jax.eval_shape(small_model(Widened).init, jax.random.key(0), jnp.zeros((2, 4), jnp.int32))
     except (AssertionError, ValueError, TypeError):
-        caught = True
+        refused = True
     return Finding(
         FAIL if bad else PASS,
-        f"{len(leaves) - len(bad)} of {len(leaves)} arrays of the blocks are [{rows}, {length}, {config.width}]"
+        f"{count - len(bad)} of {count} arrays of the blocks are [{rows}, {length}, {config.width}]"
         + (f"; not {bad[0]}" if bad else f", the stream {config.stream_dtype}"),
         float(len(bad)),
         "none of another shape or dtype",
-        Control("a connection that adds a row", 1.0 if caught else 0.0, caught),
+        Control(
+            "a stream of another dtype; and a connection that adds a row, which is refused",
+            float(len(planted)),
+            bool(planted) and refused,
+        ),
         "the projection back to the width, and broadcasting in an addition",
     )
+
+
+def _misshapen(blocks: Any, want: tuple[int, ...], config: ModelConfig) -> tuple[list[str], int]:
+    """Return which recorded arrays of the blocks have another shape or dtype, and how many there are."""
+    recorded = re.compile(r"resid_(pre|mid|post)|(attention|token_mixer|feed_forward|parallel)_(in|out)")
+    found = jax.tree_util.tree_leaves_with_path(blocks)
+    leaves = [(str(path[0].key), x) for path, x in found if recorded.fullmatch(str(path[0].key))]
+    dtype = lambda name: config.stream_dtype if name.startswith("resid") else config.dtype  # noqa: E731
+    bad = [
+        f"{name} {x.dtype}{list(x.shape)}" for name, x in leaves if x.shape != want or x.dtype != dtype(name)
+    ]
+    return bad, len(leaves)
 
 
 def wiring(subject: Subject) -> Finding:
@@ -142,30 +168,68 @@ def norms_apart(subject: Subject) -> Finding:
 
 
 def zero_branches(subject: Subject) -> Finding:
-    """Step 4: with every branch at 0 the stack is what its topology declares, for most the embedding itself."""
+    """Step 4: with every branch at 0 the stack is what its topology declares, for most the embedding itself.
+
+    Where it is the embedding, so is the stream after every sublayer, and so is the gradient on its way back.
+    """
     model = subject.exact
     if not subject.causal:
         return skipped("asked of language models")
-    if model.connections.zero_branch is None:
+    topology = model.connections
+    if topology.zero_branch is None:
         return skipped("the topology declares nothing of it")
     tokens_BT = subject.batch.inputs_BT[:, :8] if _cuts(model) else subject.batch.inputs_BT
-    params = _with_connections(subject)
-
-    def distance(model: Any, params: Any) -> float:
-        return as_float(quick(functools.partial(probe_zero_branches, model))(params, tokens_BT).error)
-
-    error = distance(model, params)
-    second = small_model(Doubled)
-    tokens_BT = tokens_BT[:, : second.config.context] % second.config.vocab_size
-    bare = distance(second, drawn(second))
+    error = as_float(
+        quick(functools.partial(probe_zero_branches, model))(_with_connections(subject), tokens_BT).error
+    )
+    x_BTD = jnp.ones((1, 1, model.config.width))
+    keeps = topology.open is open_array and topology.zero_branch(model.config, x_BTD) is x_BTD
+    if keeps and topology.groups is None:
+        error = max(error, _kept(model, _with_connections(subject), tokens_BT))
+    controls = []
+    for connection in (Doubled, Flipped, Stopped):
+        second = small_model(connection)
+        ids = tokens_BT[:, : second.config.context] % second.config.vocab_size
+        controls.append(_kept(second, drawn(second), ids))
+    bare = min(controls)
     return Finding(
         PASS if error < ROUND_OFF else FAIL,
-        f"with both branches of every block at 0 the stream is {error:.2g} from what the topology declares",
+        f"with both branches of every block at 0 the stream is {error:.2g} from what the topology declares"
+        + (", after every sublayer, and so its gradient" if keeps else ""),
         error,
         f"below {ROUND_OFF:g}",
-        Control("a skip of 2 x", bare, not bare < ROUND_OFF),
-        "what stands on the skip path besides x",
+        Control("a skip of 2 x, of -x, of stop_gradient(x): least", bare, not bare < ROUND_OFF),
+        "what stands on the skip path besides x; the line on the wiring says what a block behaves as",
     )
+
+
+def _kept(model: Any, params: Any, tokens_BT: Array) -> float:
+    """Return how far the stream with branches at 0 is from the opened one anywhere, and its gradient from what it was.
+
+    The gradient with respect to the embedding's table of <w, last stream> is held against that of <w, first stream>.
+    """
+
+    @quick
+    def distances(params: Any) -> Array:
+        def streams(table: Array) -> tuple[Array, Array]:
+            own = zeroed({**params, "embedding": {"table": table}})
+            _, made = model.apply({"params": own}, tokens_BT, mutable=["intermediates"])
+            kept = made["intermediates"]
+            blocks = kept["blocks"]
+            all_NBTD = jnp.concatenate(
+                [blocks[n] for n in ("resid_pre", "resid_mid", "resid_post") if n in blocks]
+            )
+            return jnp.concatenate([all_NBTD, kept["resid_final"][None]]), kept["resid_final"]
+
+        table = params["embedding"]["table"]
+        (all_NBTD, last_BTD), pull = jax.vjp(streams, table)
+        w_BTD = jnp.cos(jnp.arange(last_BTD.size, dtype=jnp.float32)).reshape(last_BTD.shape)
+        first = jnp.zeros_like(all_NBTD).at[0].set(w_BTD)
+        back = pull((jnp.zeros_like(all_NBTD), w_BTD))[0] - pull((first, jnp.zeros_like(w_BTD)))[0]
+        return jnp.maximum(jnp.max(jnp.abs(all_NBTD - all_NBTD[:1])), jnp.max(jnp.abs(back)))
+
+    found = as_float(distances(params))
+    return found if np.isfinite(found) else float("inf")
 
 
 def _no_block(model: Any) -> str:

@@ -39,7 +39,10 @@ def gate_branches(config: ModelConfig, params: Params, gates_S: Array) -> Params
 
 
 def lesion_losses(config: ModelConfig, loss: Loss, params: Params, *, at_once: int = 1) -> Array:
-    """Return L(g_s = 0) for every sublayer, [S, ...], `at_once` of them side by side in memory."""
+    """Return L(g_s = 0) for every sublayer, [S, ...], `at_once` of them side by side in memory.
+
+    The lesion is that less `loss(params)`, which is what `effective_depth` takes.
+    """
     check_integer("at_once", at_once, least=1)
     lesions_SS = 1.0 - jnp.eye(config.sublayers)
     return jax.lax.map(
@@ -72,7 +75,7 @@ def effective_depth(lesions_S: np.ndarray, errors_S: np.ndarray | None = None) -
     """Return where in depth the loss is made; None where no lesion costs anything.
 
     Args:
-      lesions_S: dL_s, the loss without sublayer s less the loss.
+      lesions_S: dL_s, the loss without sublayer s less the loss: `lesion_losses(...) - loss(params)`.
       errors_S: their standard errors.
 
     Raises:

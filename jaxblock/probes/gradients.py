@@ -23,8 +23,8 @@ class GradientProfile(NamedTuple):
 
     stream_S: Array
     """|d loss / d x_s|, float32 [S + 1]; 0 before every sublayer where the stream is not one array."""
-    params: Params
-    """The gradient itself."""
+    gradient: Params
+    """Of the parameters, the gradient itself."""
 
 
 def open_taps(config: ModelConfig) -> dict[str, Any]:

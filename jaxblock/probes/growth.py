@@ -11,7 +11,7 @@ t over runs (seeds), and there is none for one run.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,8 @@ class GrowthLaw(NamedTuple):
     name: str
     """exponential, additive or power."""
     number: float
-    """g, b / r_0^2 (so that it does not depend on the stream's unit), or p; mean over runs."""
+    """g, b / r_0^2 (so that it does not depend on the stream's unit; r_0 is the law's, fitted), or p; mean over runs.
+    NaN where the best additive law has no b or no r_0 left, as for a stream that grows faster than any."""
     low: float | None
     """95 % t interval over runs; None for one run."""
     high: float | None
@@ -39,7 +40,7 @@ def growth_laws(sizes_RS: np.ndarray) -> tuple[GrowthLaw, ...]:
     """Return the three laws, the best first.
 
     Args:
-      sizes_RS: r_0, ..., r_S of R runs, [R, S + 1], or of one, [S + 1]; above 0.
+      sizes_RS: r_0, ..., r_S of R runs, [R, S + 1], or of one, [S + 1]; above 0. Laws are fitted to r_1, ..., r_S.
 
     Raises:
       ValueError: fewer than 5 sublayers, or a size that is not a finite number above 0.
@@ -102,8 +103,12 @@ def _additive(sizes_S: np.ndarray) -> tuple[float, np.ndarray]:
 
     from scipy import optimize
 
-    found = optimize.minimize_scalar(lambda c: np.sum(error(c) ** 2), bounds=(-25.0, 25.0), method="bounded")
-    return float(np.exp(found.x)), error(found.x)
+    found: Any = optimize.minimize_scalar(
+        lambda c: np.sum(error(c) ** 2), bounds=(-25.0, 25.0), method="bounded"
+    )
+    # At a bound r_0 does not matter, or nothing is added: the law fits as it can, and its number says nothing.
+    number = float(np.exp(found.x)) if abs(found.x) < 24.9 else float("nan")
+    return number, error(found.x)
 
 
 _FITS = {"exponential": _exponential, "additive": _additive, "power": _power}

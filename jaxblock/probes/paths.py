@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxblock.probes.stack import Stack, inner_product, norm, scan_steps, update_of, one_by_one
+from jaxblock.probes.stack import Stack, inner_product, norm, one_by_one, scan_steps, update_of
 from jaxblock.types import Array, Stream
 
 

@@ -22,9 +22,8 @@ def influences(stack: Stack, *, valid_BT: Array | None = None) -> Array | None:
 
     Taken as |a - b|^2 / 2 of unit vectors, which keeps its digits where a sublayer does little.
     """
-    if not isinstance(stack.stream, jax.Array):
+    if not _is_one_array(stack):
         return None
-    chex.assert_rank(stack.stream, 3)
     real_BT = jnp.ones(stack.stream.shape[:2], jnp.bool_) if valid_BT is None else valid_BT
 
     def visit(f, x, _):
@@ -55,9 +54,9 @@ def token_states(stack: Stack, places_K: Array | np.ndarray) -> Array | None:
       stack: the stack.
       places_K: tokens, integer, numbered row by row through [B, T] (`sample_places`).
     """
-    if not isinstance(stack.stream, jax.Array):
+    if not _is_one_array(stack):
         return None
-    chex.assert_rank([stack.stream, places_K], [3, 1])
+    chex.assert_rank(places_K, 1)
     of = lambda x: x.reshape(-1, x.shape[-1])[places_K]  # noqa: E731
 
     def visit(f, x, _):
@@ -93,6 +92,7 @@ def linear_cka(x_KD: Array, y_KE: Array) -> Array:
     chex.assert_rank([x_KD, y_KE], 2)
     chex.assert_equal_shape_prefix([x_KD, y_KE], 1)
     x, y = (_wide(z) - _wide(z).mean(0, keepdims=True) for z in (x_KD, y_KE))
+    x, y = (_ratio(z, jnp.max(jnp.abs(z))) for z in (x, y))  # a fourth power of large numbers is infinite
     cross, own_x, own_y = (_gram(a, b) for a, b in ((y, x), (x, x), (y, y)))
     return _ratio(jnp.square(cross), own_x * own_y)
 
@@ -101,6 +101,17 @@ def cka_matrix(x_NKD: Array, y_MKE: Array) -> Array:
     """Return the linear CKA of every place of one stack with every one of another, [N, M]; widths may differ."""
     chex.assert_rank([x_NKD, y_MKE], 3)
     return jax.lax.map(lambda x_KD: jax.lax.map(lambda y_KE: linear_cka(x_KD, y_KE), y_MKE), x_NKD)
+
+
+def _is_one_array(stack: Stack) -> bool:
+    """Whether the stream is one array, which must then be [B, T, D]."""
+    if not isinstance(stack.stream, jax.Array | np.ndarray):
+        return False
+    if stack.stream.ndim != 3:
+        raise ValueError(
+            f"Stack.stream has shape {stack.stream.shape}; similarities are those of tokens, [B, T, D]: add axes of 1"
+        )
+    return True
 
 
 def _gram(a_KD: Array, b_KE: Array) -> Array:

@@ -45,11 +45,13 @@ class Stack:
     params: Params
     """What blocks differ in: every leaf [L, ...]."""
     stream: Stream
-    """What the first sublayer is given: [B, T, D], or any pytree of floating arrays, which is then one long vector."""
+    """What the first sublayer is given: [B, T, D], or any pytree of floating arrays, float32 or wider, which is then
+    one long vector. Similarities and token shares need [B, T, D]."""
 
     @property
     def depth(self) -> int:
         """L, the number of blocks."""
+        _check(self)
         return jax.tree.leaves(self.params)[0].shape[0]
 
     @property
@@ -280,3 +282,9 @@ def _check(stack: Stack) -> None:
     leaves = jax.tree.leaves(stack.stream)
     if not leaves or not all(jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in leaves):
         raise ValueError("Stack.stream must be a floating array, or a pytree of such")
+    narrow = {str(jnp.result_type(leaf)) for leaf in leaves if jnp.finfo(jnp.result_type(leaf)).bits < 32}
+    if narrow:
+        raise ValueError(
+            f"Stack.stream is {', '.join(sorted(narrow))}; an update, step(x) - x, cancels in it: cast stream and "
+            "parameters to float32"
+        )

@@ -2,7 +2,7 @@
 
 A sublayer takes the stream x to x + u; u is the update, whatever the rule made it of. Of tokens only real ones count
 (`valid_BT`, boolean, None = all), and every mean over tokens is a sum over a sum, so that it is the same number on one
-device and on eight. What has no real token is 0, never NaN. Numbers as in `depth_scaling.md` 2.A, written out here.
+device and on eight. What has no real token is 0, never NaN.
 """
 
 from typing import NamedTuple

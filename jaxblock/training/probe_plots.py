@@ -23,17 +23,17 @@ DECADES = 1.0
 MOSTLY = 0.75
 """Least share of positive values on such an axis; the others are 0, as all updates of a branch that starts at 0."""
 LABELS: Mapping[str, str] = {
-    "stream_rms": "stream rms after sublayer",
-    "update_rms": "rms of the sublayer's update u",
+    "stream_rms": "rms x after the sublayer",
+    "update_rms": "rms u, the update of x",
     "relative_update": "rms(u) / rms(x)",
-    "budget_before": "mean |x|²/D",
+    "budget_before": "mean |x|²/D before the sublayer",
     "budget_cross": "mean 2⟨x, u⟩/D",
     "budget_update": "mean |u|²/D",
     "budget_cosine": "mean cos(x, u)",
     "constant_share": "|mean x| / rms x",
     "token_similarity": "cosine of two tokens",
-    "read_rms": "rms the branch reads",
-    "output_rms": "rms the branch writes",
+    "read_rms": "rms a branch reads",
+    "output_rms": "rms a branch writes",
     "branch_gain": "rms written / rms read",
     "not_finite": "share of pieces not finite",
     "stream_gradient": "|d loss / d x_s|",

@@ -218,9 +218,11 @@ class RunFolder:
         rows = self.read_probes()
         if first is None and not rows:
             return
-        opening = [first or rows[0]]
-        kept = [row for row in rows if row["step"] <= after and "event" not in row]
-        replace_text(self.probes, _lines([*opening, *kept]))
+        kept = [row for row in rows if row["step"] <= after]
+        told = [row for row in kept if row.get("event") == "start"]
+        if first is not None and (not told or {**told[-1], "step": 0} != {**first, "step": 0}):
+            kept.append({**first, "step": after})  # another part of the run measures something else
+        replace_text(self.probes, _lines(kept))
 
     def start_row(self) -> dict[str, Any]:
         """Return the first row of metrics.jsonl: what the run recorded about its data.
@@ -280,9 +282,12 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_bytes().split(b"\n")[:-1]
     try:
-        return [json.loads(line) for line in lines if line]
+        rows = [json.loads(line) for line in lines if line]
     except ValueError as error:
         raise ValueError(f"{str(path)!r} holds a line that is not JSON: {error}") from error
+    if not all(isinstance(row, dict) and "step" in row for row in rows):
+        raise ValueError(f"{str(path)!r} holds a line that is no row of a run, an object with a step")
+    return rows
 
 
 def _read_json(path: Path) -> dict[str, Any]:

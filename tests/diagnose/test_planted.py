@@ -146,11 +146,36 @@ class UnreadScale(nn.Module):
         return x + jax.lax.stop_gradient(gate).reshape(1, 1, -1) * f(Norm(self.config, name="norm")(x))
 
 
+class Negated(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array, f: Branch) -> Array:
+        return -x + f(Norm(self.config, name="norm")(x))
+
+
+class NoGradientSkip(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array, f: Branch) -> Array:
+        return jax.lax.stop_gradient(x) + f(Norm(self.config, name="norm")(x))
+
+
+class OtherRow(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array, f: Branch) -> Array:
+        return x + f(Norm(self.config, name="norm")(x) - x.mean(axis=0, keepdims=True))
+
+
 def rule(connection: Any, **fields: Any) -> Topology:
     return Topology(connection, "planted", "planted", **fields)
 
 
 PRE_NORM = topology("pre_norm")
+DECAYED_TABLE = dataclasses.replace(PRE_NORM, labels=(Label(".*table", decay=True),))
 DECAYED = dataclasses.replace(PRE_NORM, labels=(Label("blocks/.*norm/scale", decay=True),))
 RULES = {
     "norm on the skip path": ("wiring", rule(OnPath)),
@@ -160,6 +185,10 @@ RULES = {
     "dead layer": ("dead_layers", rule(DeadBlock)),
     "zero-gradient leaf": ("idle_parameters", rule(UnreadScale)),
     "decay on norms": ("weight_decay", DECAYED),
+    "decay on tables": ("weight_decay", DECAYED_TABLE),
+    "a skip of the wrong sign": ("zero_branches", rule(Negated)),
+    "a skip without gradient": ("zero_branches", rule(NoGradientSkip)),
+    "a mean over rows": ("rows", rule(OtherRow)),
 }
 
 
@@ -248,6 +277,30 @@ def test_shifted_targets_are_caught(text: Path, by: int, words: str) -> None:
     finding = ask("targets", changed(given, loss=loss))
     assert finding.verdict == FAIL
     assert words in finding.look
+
+
+@pytest.mark.parametrize("mistake", ["a mean over all places", "a scale"])
+def test_another_objective_than_the_mean_over_targets_is_caught(text: Path, mistake: str) -> None:
+    given = subject(text)
+    plain = given.task.loss
+
+    def loss(params: Any, batch: Any, key: Any) -> Any:
+        found = plain(params, batch, key)
+        wrong = {"a mean over all places": found.total / batch.valid_BT.size, "a scale": 1000 * found.loss}
+        return found._replace(loss=wrong[mistake])
+
+    finding = ask("targets", changed(given, loss=loss))
+    assert finding.verdict == FAIL
+    assert "divided by" in finding.look
+
+
+def test_what_is_right_by_design_is_no_fault(text: Path) -> None:
+    """A mixture of values has no gradient in block 0; stochastic depth may drop nothing of a few rows."""
+    assert ask("idle_parameters", subject(text, model__value_residual="learned")).verdict == PASS
+    rare = subject(text, model__stochastic_depth="constant(rate=0.01)")
+    assert ask("evaluation", rare).verdict == PASS
+    tiny = subject(text, model__context=2)
+    assert [ask(name, tiny).verdict for name in ("padding", "reach")] == [SKIP, SKIP]
 
 
 def test_targets_shifted_in_the_data_are_caught(text: Path) -> None:
@@ -357,7 +410,7 @@ def test_s1_42_the_global_norm_hides_a_decay_over_depth() -> None:
             return jnp.sum(jnp.square(logits))
 
         found = jax.jit(lambda params: gradient_profile(model.config, loss, params))(drawn(model))
-        return float(optax.tree.norm(found.params)), np.asarray(found.stream_S)
+        return float(optax.tree.norm(found.gradient)), np.asarray(found.stream_S)
 
     healthy, fading = measure(PreNorm), measure(Faded)
     scaled = fading[1] * (

@@ -55,7 +55,7 @@ def test_the_profiles_ends_are_the_gradients_of_embedding_and_closed_stream(wiri
     assert found.stream_S.shape == (model_config.sublayers + 1,)
     want = jax.jit(jax.grad(lambda p: loss_of(model_config)({"params": p})))(params)
     np.testing.assert_allclose(found.stream_S[0], np.linalg.norm(want["embedding"]["table"]), rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found.params, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found.gradient, want)
     assert np.all(np.asarray(found.stream_S) > 0)
 
 
@@ -94,10 +94,10 @@ def test_a_stream_that_is_no_array_has_its_closed_gradient_alone():
 def test_parameters_are_reported_by_role_and_block():
     model_config = plain()
     params, found = profile(model_config)
-    rows = parameter_profile(found.params, params)
+    rows = parameter_profile(found.gradient, params)
     rms, relative = rows["output"]
     gradient, kernel = (
-        found.params["blocks"]["attention"]["output"]["kernel"],
+        found.gradient["blocks"]["attention"]["output"]["kernel"],
         params["blocks"]["attention"]["output"]["kernel"],
     )
     np.testing.assert_allclose(rms, np.sqrt(np.mean(np.square(gradient), axis=(1, 2, 3))), rtol=1e-5)

@@ -52,3 +52,10 @@ def test_the_unit_of_the_stream_changes_nothing():
 def test_sizes_without_a_law_are_refused(sizes, words):
     with pytest.raises(ValueError, match=words):
         growth_laws(sizes)
+
+
+def test_a_stream_that_outgrows_every_additive_law_has_no_number_of_one():
+    """r ~ s has a power of 1, and the additive law, of at most 1/2, runs off to where r_0 no longer matters."""
+    laws = {law.name: law for law in growth_laws(np.arange(1.0, 33.0))}
+    assert np.isnan(laws["additive"].number)
+    assert laws["power"].number > 0.8

@@ -33,7 +33,7 @@ class ProbeConfig(Section):
         if not self.every and self.statistics != CHEAP:
             raise ValueError(
                 f"probe.statistics is {asked} and probe.every is 0, so that nothing is measured; probe.every must be "
-                "above 0, or probe.statistics left out"
+                f"above 0, or probe.statistics left out ({list(CHEAP)})"
             )
         return self
 

@@ -14,7 +14,7 @@ from jaxblock.sweeps.results import Result
 
 DRAWN: Mapping[str, tuple[str, str]] = {
     "stream_rms": ("Stream", "rms of the stream after sublayer s (log10 axis)"),
-    "relative_update": ("Update", "rms of the update / rms of the stream before it (log10 axis)"),
+    "relative_update": ("Update", "rms(u) / rms(x) of sublayer s (log10 axis)"),
 }
 """Statistic -> (what a panel is called, its y axis); the table has every one that was measured."""
 OFF = "nothing was measured along depth, as probe.every of the plan is 0"
