@@ -349,6 +349,7 @@ def test_another_epsilon_than_the_official_layers_is_caught(
     assert "attention" in finding.look
 
 
+@pytest.mark.full
 def test_a_classifier_passes_and_says_what_has_no_meaning(labelled: Path) -> None:
     rows = run_checks(Measured(subject(labelled, run__task="classifier")))
     found = {row.name: row.finding for row in rows}

@@ -78,6 +78,7 @@ def test_gradients_after_training_have_a_verdict_and_at_the_start_none():
     assert said["pre_norm", "stream, doublings, after 0 steps"] == ""
 
 
+@pytest.mark.full
 def test_a_small_rezero_is_its_embedding_and_a_plain_model_is_not():
     """The two compiled models; these parameters are drawn off their zeros, so that alphas are set to 0 here."""
     tokens_WT = np.asarray(small.tokens())

@@ -69,7 +69,13 @@ def test_what_is_changed_between_blocks_is_missing_from_the_parts():
     assert direct_attribution(model, params, tokens(), TARGETS).error > 1e-2
 
 
-@pytest.mark.parametrize("residual", ["attention_residual", "hyper_connections", "dense_former"])
+@pytest.mark.parametrize(
+    "residual",
+    [
+        "dense_former",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("attention_residual", "hyper_connections")),
+    ],
+)
 def test_a_stream_that_is_no_array_has_neither(residual):
     assert run_or_none(logit_lens, residual) is None
     assert run_or_none(direct_attribution, residual) is None

@@ -48,10 +48,9 @@ ALSO_BY_DEFAULT = {
     "post_norm": ("every_leaf_learns",),
     "layer_scale": ("every_leaf_learns",),
     "deep_norm": ("depth_scaled",),
-    "manifold_hyper_connections": ("reduces_to", "every_leaf_learns", "flops"),
+    "manifold_hyper_connections": ("every_leaf_learns",),
     "peri_norm": ("scale_free",),
     "branch_norm": ("scale_free",),
-    "block_attention_residual(sublayers=4)": ("memory_is_linear",),
 }
 SHOWN_BY_ANOTHER = {
     "pre_norm": ("reduces_to",),

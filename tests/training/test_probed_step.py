@@ -128,7 +128,7 @@ def test_without_probes_the_lowered_step_is_the_one_without_this_feature(run):
     "run",
     [
         BASE,
-        HALVES,
+        pytest.param(HALVES, marks=pytest.mark.full),
         pytest.param(
             training(optimizer=PLAIN, residual="attention_residual", execution=ExecutionConfig(remat="full")),
             marks=pytest.mark.full,
