@@ -96,8 +96,9 @@ def measurer(subject: Subject) -> Callable[[Params], Depth]:
 
 
 def planted(subject: Subject, params: Params, *, factor: float) -> Params:
-    """Return parameters whose first block's last branch has every kernel and bias multiplied by a factor."""
-    last = re.compile(r"blocks/(feed_forward|experts)/.*(kernel|bias)")
+    """Return parameters whose first block's last sublayer has every kernel and bias multiplied by a factor."""
+    both = "attention|token_mixer|" if subject.model.config.wiring == "parallel" else ""
+    last = re.compile(rf"blocks/({both}feed_forward|experts)/.*(kernel|bias)")
 
     def leaf(path: tuple, x: Array) -> Array:
         return x.at[0].multiply(factor) if last.fullmatch(path_name(path)) else x

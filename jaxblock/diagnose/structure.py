@@ -49,8 +49,8 @@ def shapes(subject: Subject) -> Finding:
     _, made = jax.eval_shape(lambda params: subject.task.forward(params, batch, None), subject.params)
     rows, length = batch.inputs_BT.shape
     want = (config.depth, rows, length, config.width)
-    dtype = "float32" if config.stream_dtype == "bfloat16" else "bfloat16"
-    model = subject.model.clone(config=dataclasses.replace(config, stream_dtype=dtype))
+    dtype = "float32" if config.dtype == "bfloat16" else "bfloat16"
+    model = subject.model.clone(config=dataclasses.replace(config, dtype=dtype))
     run = lambda params: model.apply({"params": params}, batch.inputs_BT, mutable=["intermediates"])  # noqa: E731
     other = jax.eval_shape(run, subject.params)[1]["intermediates"]
     bad, count = _misshapen(made["blocks"], want, config)
@@ -67,7 +67,7 @@ def shapes(subject: Subject) -> Finding:
         float(len(bad)),
         "none of another shape or dtype",
         Control(
-            "a stream of another dtype; and a connection that adds a row, which is refused",
+            "branches in another dtype; and a connection that adds a row, which is refused",
             float(len(planted)),
             bool(planted) and refused,
         ),
