@@ -19,7 +19,8 @@ Bands, with S sublayers, r the size of the stream, G the norm of its gradient, r
     growth      r^2 of pre-norm: the additive law is best by AICc; of x + f(x) the exponential one
     decides     G of the last feed-forward and rho against depth: slopes -0.5 +- 0.15
     identity    branch gain times r / r_1: within a factor 2 along the stack
-    trained     late half's mean lesion over the early half's, below 1; Spearman of rho and lesion, below 0.9
+    trained     late half's mean lesion less the early half's, below 0; what two runs say without an interval (ranks of
+                rho and lesion, CKA of topologies) is "not resolved", whatever the number
 
 Writes results/what_the_texts_say.md. Wall time on two cores: about 10 minutes without the tests.
 """
@@ -523,18 +524,14 @@ def after_training() -> list[Line]:
         )._replace(verdict=OPEN),
         Line(
             "S4-13",
-            f"Spearman of relative update and lesion: {ranks[0]:+.2f} and {ranks[1]:+.2f} in two runs, said below 0.9",
-            AGREED if max(ranks) < 0.9 else CORRECTED,
+            f"Spearman of relative update and lesion: {ranks[0]:+.2f} and {ranks[1]:+.2f} in two runs, without an interval",
+            OPEN,
             by,
         ),
         Line(
             "S4-14",
             f"CKA by layer of two seeds {same.mean():.3f}, of pre-norm and post-norm {other.mean():.3f}: one pair each",
-            OPEN
-            if abs(same.mean() - other.mean()) < 0.1
-            else AGREED
-            if other.mean() < same.mean()
-            else CORRECTED,
+            OPEN,
             by,
         ),
         Line(
