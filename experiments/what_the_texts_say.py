@@ -524,7 +524,7 @@ def after_training() -> list[Line]:
         )._replace(verdict=OPEN),
         Line(
             "S4-13",
-            f"Spearman of relative update and lesion: {ranks[0]:+.2f} and {ranks[1]:+.2f} in two runs, without an interval",
+            f"Spearman of relative update and lesion: {ranks[0]:+.2f} and {ranks[1]:+.2f} in two runs, no interval",
             OPEN,
             by,
         ),
