@@ -136,6 +136,7 @@ def test_gates_of_one_change_nothing_and_of_zero_leave_the_stream():
         gated(READS, jnp.ones(3))
 
 
+@pytest.mark.full
 def test_a_loss_that_is_a_sum_gives_every_gate_its_own_share_without_error():
     weights_S = drawn(2, 5)
     found = shapley_values(lambda g: 3.0 - jnp.dot(g, weights_S), 5, KEY, orders=4, at_once=3)

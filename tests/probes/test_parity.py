@@ -96,6 +96,7 @@ def profiles(**changes):
     return [np.asarray(x) for x in jax.vmap(run)(jax.random.split(jax.random.key(0), 8))]
 
 
+@pytest.mark.full
 def test_at_initialization_prenorms_product_is_flat_where_its_factors_are_not():
     r_RS, g_RS = profiles()
     assert r_RS.shape == g_RS.shape == (8, 13)

@@ -217,9 +217,9 @@ def test_a_bad_step_leaves_everything_measured_of_it(text, tmp_path, monkeypatch
     assert train(text, run, *PROBE, "--guard.non_finite", "skip") == 0
     events = [row for row in rows(run) if "skipped" in row]
     names = ["probe_step_3.json", "probe_step_3_batch_3.json"]
-    assert [
+    assert all(
         row["sentence"].endswith(f"measured along depth in {n}") for row, n in zip(events, names, strict=True)
-    ]
+    )
     assert names[0] in capsys.readouterr().err
     for number, name in enumerate(names, 2):
         found = json.loads((run / name).read_text(encoding="utf-8"))
