@@ -16,6 +16,7 @@ from jaxblock.axes import Label, path_name, roles
 from jaxblock.diagnose.finding import FAIL, PASS, WARN, Control, Finding, skipped
 from jaxblock.diagnose.planted import Faded, drawn, small_model
 from jaxblock.diagnose.subject import Subject, quick
+from jaxblock.functional.losses import LossOptions, cross_entropy
 from jaxblock.models.observation import TAPS
 from jaxblock.probes import StreamProbe, gradient_profile, open_taps, stream_profile
 from jaxblock.probes import stream_gradient as norms_of_taps
@@ -37,7 +38,6 @@ class Depth(NamedTuple):
     profile: dict[str, np.ndarray]
     """By statistic, [S]; see `StreamProbe`."""
     branches: tuple[str, ...]
-    missing: tuple[str, ...]
     stream_gradient: np.ndarray
     """[S + 1]; 0 before every sublayer where the stream is not one array."""
     leaves: dict[str, np.ndarray]
@@ -87,10 +87,10 @@ def measurer(subject: Subject) -> Callable[[Params], Depth]:
 
     def measure(params: Params) -> Depth:
         observed, tapped, leaves = jax.device_get(both(params))
-        profile = stream_profile(observed, probe)
+        profile = stream_profile(observed)
         gradient_S = np.asarray(norms_of_taps(tapped))
         values = {name: np.asarray(value, np.float64) for name, value in profile.values.items()}
-        return Depth(values, profile.branches, profile.missing, gradient_S, leaves)
+        return Depth(values, profile.branches, gradient_S, leaves)
 
     return measure
 
@@ -107,14 +107,12 @@ def planted(subject: Subject, params: Params, *, factor: float) -> Params:
 
 
 def _mean_loss(subject: Subject, logits: Array) -> Array:
+    """Return the plain cross entropy, without smoothing and z-loss."""
     batch = subject.batch
     if subject.causal:
-        log_p = jax.nn.log_softmax(logits[..., : subject.model.config.vocab_size].astype(jnp.float32))
-        own = jnp.take_along_axis(log_p, batch.targets_BT[..., None], axis=-1)[..., 0]
-        return -jnp.sum(jnp.where(batch.valid_BT, own, 0.0)) / jnp.maximum(jnp.sum(batch.valid_BT), 1)
-    log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
-    own = jnp.take_along_axis(log_p, batch.labels_B[:, None], axis=-1)[:, 0]
-    return -jnp.sum(jnp.where(batch.real_B, own, 0.0)) / jnp.maximum(jnp.sum(batch.real_B), 1)
+        options = LossOptions(vocab_size=subject.model.config.vocab_size)
+        return cross_entropy(logits, batch.targets_BT, valid_BT=batch.valid_BT, options=options).loss
+    return cross_entropy(logits[:, None], batch.labels_B[:, None], valid_BT=batch.real_B[:, None]).loss
 
 
 def _sizes(gradient: Params) -> dict[str, Array]:
@@ -272,8 +270,7 @@ def decay(subject: Subject) -> Finding:
     What connections decay of their own is declared by their topology, and not judged.
     """
     config = subject.config.optimizer.model_copy(update={"weight_decay": 0.1})
-    small = jax.eval_shape(lambda: subject.params)
-    names = {path_name(path): role for (path, _), role in _roles(small)}
+    names = {path_name(path): role for (path, _), role in _roles(subject.params)}
 
     def decayed(labels: tuple) -> list[str]:
         optimizer = make_optimizer(config, labels, scaling=subject.model.scaling)

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxblock.diagnose.finding import FAIL, PASS, WARN, Control, Finding
 from jaxblock.diagnose.subject import Subject
+from jaxblock.training.config import GuardConfig
 from jaxblock.training.optimizer import Tuned
 from jaxblock.training.step import first_state, make_step
 
@@ -60,6 +61,7 @@ def learn(subject: Subject) -> Curves:
             "run": config.run.model_copy(update={"steps": STEPS}),
             "optimizer": config.optimizer.model_copy(update=still),
             "data": config.data.model_copy(update={"accumulation": 1}),
+            "guard": GuardConfig(),  # one against spikes would hold a rate that is too high at its last good step
         }
     )
     loss = lambda params, batch, key: task.loss(params, batch, None)  # noqa: E731

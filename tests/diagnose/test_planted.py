@@ -430,4 +430,4 @@ def test_s1_42_the_global_norm_hides_a_decay_over_depth() -> None:
 
 
 def depth_of(norms: np.ndarray) -> gradients.Depth:
-    return gradients.Depth({}, ("attention", "feed_forward"), (), norms, {})
+    return gradients.Depth({}, ("attention", "feed_forward"), norms, {})
