@@ -48,6 +48,7 @@ def diagnose(arguments: Sequence[str]) -> Action:
     from jaxblock.diagnose.figures import FIGURES, draw_figures
     from jaxblock.training.host_memory import keep_freed_memory
 
+    keep_freed_memory()
     command, overrides = parse_with_config(
         DiagnoseCommand, arguments, name="diagnose", description=diagnose.__doc__, known=_OPTIONS
     )
@@ -68,7 +69,6 @@ def diagnose(arguments: Sequence[str]) -> Action:
     at = "initial values" if subject.step is None else f"step {subject.step}"
 
     def act() -> int:
-        keep_freed_memory()
         begun = time.perf_counter()
         measured = Measured(subject)
 

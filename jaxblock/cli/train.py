@@ -34,6 +34,7 @@ def train(arguments: Sequence[str]) -> Action:
     from jaxblock.training.prepare import prepare
     from jaxblock.training.run_folder import RunError, RunFolder
 
+    keep_freed_memory()
     command, overrides = parse_with_config(
         TrainCommand, arguments, name="train", description=train.__doc__, known=["resume"]
     )
@@ -51,7 +52,6 @@ def train(arguments: Sequence[str]) -> Action:
         folder.check_data(prepared.task.facts)
 
     def act() -> int:
-        keep_freed_memory()
         try:
             code, summary = run(prepared, folder)
         except RunError as error:

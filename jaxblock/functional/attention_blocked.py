@@ -104,10 +104,8 @@ class _Tiling:
         return s_BGRQC.reshape(dots_BGJC.shape)
 
     def drop(self, weights_BGJC: Array, i: Array, j: Array) -> Array:
-        key = self.rule.dropout_key
-        if key is not None:
-            key = jax.random.fold_in(key, i * self.k_IBGCK.shape[0] + j)
-        return dropout(weights_BGJC, self.rule.dropout_rate, key)
+        rule = self.rule.folded(i * self.k_IBGCK.shape[0] + j)
+        return dropout(weights_BGJC, rule.dropout_rate, rule.dropout_key)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

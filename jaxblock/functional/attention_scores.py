@@ -44,6 +44,12 @@ class ScoreRule:
         """Whether weights are dropped."""
         return self.dropout_key is not None and self.dropout_rate > 0
 
+    def folded(self, number: Array | int) -> "ScoreRule":
+        """Return the rule of one part of the scores: the same, with draws of its own."""
+        if self.dropout_key is None:
+            return self
+        return dataclasses.replace(self, dropout_key=jax.random.fold_in(self.dropout_key, number))
+
 
 jax.tree_util.register_dataclass(
     ScoreRule,
