@@ -22,7 +22,7 @@ from jaxblock.functional.masks import EVERYONE, AttentionPattern, cut, distances
 from jaxblock.types import Array
 
 CHUNK = 64
-"""Fewest queries of a chunk: enough rows for a product to run at its rate, few enough for its scores to stay in cache."""
+"""Fewest queries of a chunk: enough for a product to run at its rate, few enough for their scores to stay in cache."""
 MOST_CHUNKS = 8
 """The program grows with their number; more would save a sixteenth of the scores at most."""
 

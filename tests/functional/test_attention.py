@@ -13,11 +13,15 @@ from jaxblock.functional.attention import attention
 from jaxblock.functional.attention_blocked import attention_blocked
 from jaxblock.functional.attention_cudnn import fused_attention
 from jaxblock.functional.attention_scores import ScoreRule
+from jaxblock.functional.attention_xla import attention_xla
 from jaxblock.functional.masks import AttentionPattern, visibility
 from jaxblock.functional.positions import alibi_slopes
 
 # Small blocks, so that tiny arrays still have several of them, the last one ragged. Jitted, for speed only.
-EAGER = {"xla": attention, "blocked": functools.partial(attention_blocked, block_size=4)}
+EAGER = {
+    "xla": functools.partial(attention_xla, chunk=4),
+    "blocked": functools.partial(attention_blocked, block_size=4),
+}
 FORMS = {name: jax.jit(form) for name, form in EAGER.items()}
 each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
