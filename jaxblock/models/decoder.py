@@ -7,8 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from jaxblock.config import ModelConfig
-from jaxblock.functional.dense import logits
-from jaxblock.functional.parametrization import scaled
+from jaxblock.functional.readout import Readout, read_out
 from jaxblock.functional.segments import segment_positions
 from jaxblock.models.cache import Cache, plan_call, read_cache, write_cache
 from jaxblock.models.trunk import Trunk
@@ -32,6 +31,11 @@ class Decoder(Trunk):
     """
 
     causal: ClassVar[bool] = True
+
+    @property
+    def before_head(self) -> "BeforeHead":
+        """The same model up to its head: it reads the same parameters and returns (states, `Readout`)."""
+        return BeforeHead(self.config, self.execution, self.topology, self.observe)
 
     @nn.compact
     def __call__(
@@ -85,16 +89,50 @@ class Decoder(Trunk):
         return call.mark_refused(logits_BTV), write_cache(cache, call, written)
 
 
+class BeforeHead(Trunk):
+    """A decoder up to its head, for a loss that makes no whole logits; `Decoder.before_head` makes it.
+
+    Attributes: those of `Decoder`, whose parameters it reads: all of them, the head's included.
+    """
+
+    causal: ClassVar[bool] = True
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens_BT: Array,
+        *,
+        valid_BT: Array | None = None,
+        segments_BT: Array | None = None,
+        positions_BT: Array | None = None,
+    ) -> tuple[Array, Readout]:
+        """Return the last states, [B, T] -> [B, T, D] in the compute dtype, and the head: `read_out` makes the logits.
+
+        Arguments and errors as in `Decoder.__call__`.
+        """
+        given = {"valid_BT": valid_BT, "segments_BT": segments_BT, "positions_BT": positions_BT}
+        x_BTD, embedding = self.states(tokens_BT, **given)
+        if self.config.head == "tied":
+            return x_BTD, embedding.readout()
+        return x_BTD, Head(self.config, name="head").readout()
+
+
 class Head(nn.Module):
     """An untied head: a kernel [D, V] of its own, no bias."""
 
     config: ModelConfig
 
-    @nn.compact
+    def setup(self) -> None:
+        """Declare the kernel."""
+        config = self.config
+        shape = (config.width, config.padded_vocab_size)
+        init = kernel_init(config, "head", fan_in=config.width, gain=scaling(config).table_gain)
+        self.kernel = self.param("kernel", init, shape, jnp.dtype(config.param_dtype))
+
     def __call__(self, x_BTD: Array) -> Array:
         """Return float32 logits, [B, T, D] -> [B, T, V]."""
-        config, factors = self.config, scaling(self.config)
-        shape = (config.width, config.padded_vocab_size)
-        init = kernel_init(config, "head", fan_in=config.width, gain=factors.table_gain)
-        kernel_DV = self.param("kernel", init, shape, jnp.dtype(config.param_dtype))
-        return scaled(logits(x_BTD, kernel_DV), factors.logits)
+        return read_out(x_BTD, self.readout())
+
+    def readout(self) -> Readout:
+        """Return what makes logits of states."""
+        return Readout(self.kernel, "kernel", scaling(self.config).logits)
