@@ -63,7 +63,7 @@ def cross_entropy_blocked(
     x_BTD = jnp.where(valid_BT[..., None], x_BTD, 0)  # a gradient of 0 times a NaN state would be NaN
     batch, length = targets_BT.shape
     rule = _Rule(options, block_positions(batch, length, readout.columns, block_elements=block_elements))
-    sums = _sums(rule, x_BTD, readout, targets_BT, valid_BT)
+    sums: _Sums = _sums(rule, x_BTD, readout, targets_BT, valid_BT)
     weight = jnp.sum(valid_BT).astype(jnp.float32)
     return CrossEntropy(mean_over_targets(sums.total, weight), sums.total, weight, sums.nats, sums.z_loss)
 
@@ -175,11 +175,10 @@ def _backward(rule: _Rule, kept: tuple[Any, ...], slopes: Any) -> tuple[Array, R
     if all(isinstance(slope, SymbolicZero) for slope in (slopes.nats, slopes.z_loss)):
         dx_BTD, dmatrix = slopes.total * dx_BTD, slopes.total * dmatrix
     else:
-        slopes = [
-            jnp.zeros((), _wide(x_BTD)) if isinstance(slope, SymbolicZero) else slope for slope in slopes
-        ]
-        weighted = lambda sums: sum(s * x for s, x in zip(slopes, sums, strict=True))  # noqa: E731
-        _, dx_BTD, dmatrix = _sums_and_gradient(rule, weighted, *given)
+        slopes_3 = jnp.stack([_zero(x_BTD) if isinstance(slope, SymbolicZero) else slope for slope in slopes])
+        _, dx_BTD, dmatrix = _sums_and_gradient(
+            rule, lambda sums: jnp.sum(jnp.stack(sums) * slopes_3), *given
+        )
     dreadout = dataclasses.replace(readout, matrix=dmatrix.astype(readout.matrix.dtype))
     return dx_BTD.astype(x_BTD.dtype), dreadout, None, None
 

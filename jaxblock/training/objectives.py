@@ -57,23 +57,31 @@ def observed_language_loss(
     balance: float = 0.0,
 ) -> tuple[CrossEntropy, Mapping[str, Any]]:
     """Return the loss as `language_loss` does, and what the model's observer saw: {} where it has none."""
+    made: Any  # logits, or what stands before the head
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
     inputs_BT, targets_BT, valid_BT, segments_BT = jax.tree.map(jnp.asarray, batch)
     given: dict[str, Any] = {"segments_BT": segments_BT, "rngs": rngs}
     mutable = collections_of(model, balance)
-    blocked = isinstance(model, Decoder) and model.execution.loss == "blocked"
-    applied: Any = model.before_head if blocked else model
-    if mutable:
-        made, collected = applied.apply(variables, inputs_BT, **given, mutable=mutable)
-    else:
-        made, collected = applied.apply(variables, inputs_BT, **given), {}
+    blocked = takes_blocks(model)
     if blocked:
-        result = cross_entropy_blocked(*made, targets_BT, valid_BT=valid_BT, options=options)
+        given["method"] = "before_head"
+    if mutable:
+        made, collected = model.apply(variables, inputs_BT, **given, mutable=mutable)
+    else:
+        made, collected = model.apply(variables, inputs_BT, **given), {}
+    if blocked:
+        x_BTD, readout = made
+        result = cross_entropy_blocked(x_BTD, readout, targets_BT, valid_BT=valid_BT, options=options)
     else:
         result = cross_entropy(made, targets_BT, valid_BT=valid_BT, options=options)
     if balance:
         result = add_balance(result, collected[ROUTING], jnp.sum(valid_BT, axis=1), balance=balance)
     return result, collected.get(OBSERVED, {})
+
+
+def takes_blocks(model: Any) -> bool:
+    """Return whether a model's next-token loss is to be taken in blocks, from what stands before its head."""
+    return isinstance(model, Decoder) and model.execution.loss == "blocked"
 
 
 def collections_of(model: Any, balance: float) -> list[str]:

@@ -1,6 +1,7 @@
 """Cross-entropy in blocks of positions is the whole one: sums, gradients, dtypes, edges; what it never makes."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def blocked(x_BTD, readout, targets_BT, valid_BT=None, options=PLAIN, block_elem
     )
 
 
-def draw(seed=0, layout="table", factor=1.0, dtype=np.float32, vocabulary=4, columns=V):
+def draw(seed=0, layout="table", factor=1.0, dtype: Any = np.float32, vocabulary=4, columns=V):
     rng = np.random.default_rng(seed)
     x_BTD, matrix = rng.normal(size=(B, T, D)), rng.normal(size=(columns, D))
     targets_BT, valid_BT = rng.integers(0, vocabulary, (B, T)), rng.random((B, T)) < 0.7
@@ -151,7 +152,9 @@ def temporary_bytes(loss, columns, width, positions) -> int:
         jax.ShapeDtypeStruct(positions, jnp.int32),
     )
     compiled = jax.jit(jax.value_and_grad(lambda x, readout, targets: loss(x, readout, targets).loss, (0, 1)))
-    return compiled.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    memory = compiled.lower(*shapes).compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
 
 
 def test_memory_at_fifty_thousand_tokens_is_at_most_a_third():
