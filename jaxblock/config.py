@@ -343,6 +343,11 @@ class ExecutionConfig:
     depth) or plain (also forward mode and higher orders, memory quadratic in depth)."""
     attention: str = "xla"
     """xla, blocked (never makes a [T, T] array), or cudnn (GPU, half precision)."""
+    loss: str = "whole"
+    """Next-token loss of whole logits, or blocked: it never makes a [B, T, V] array (float32, and again as gradient),
+    but the gradient of the head along with the loss, block by block; reverse mode only. What it saves is those
+    2 B T V numbers less 64 MiB blocks and one float32 copy of the head: it pays from about a hundred MiB of logits on,
+    as with V = 50257; with V = 256 the whole is smaller than a block."""
 
     __pydantic_config__: ClassVar[dict] = {
         "extra": "forbid",
@@ -355,3 +360,4 @@ class ExecutionConfig:
         check_choice("execution.remat", self.remat, REMAT_POLICIES)
         check_choice("execution.history", self.history, ("reverse", "plain"))
         check_choice("execution.attention", self.attention, ("xla", "blocked", "cudnn"))
+        check_choice("execution.loss", self.loss, ("whole", "blocked"))

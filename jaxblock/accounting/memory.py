@@ -2,7 +2,8 @@
 
 What is kept is read off the derivative itself, traced and never run. The loop over depth is one program forward and
 another backward, so what it keeps is an array that no compiler can undo: compiled memory grows per block by exactly
-`KeptBytes.per_block` where the stream is one array. Outside the loop only the logits and their gradient are counted.
+`KeptBytes.per_block` where the stream is one array. Outside the loop only the logits and their gradient are counted,
+or what a loss in blocks has in their place.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from jax.extend.core import Literal
 
 from jaxblock.config import ExecutionConfig, ModelConfig
 from jaxblock.contracts import check_integer
+from jaxblock.functional.cross_entropy_blocked import block_positions
 from jaxblock.models.decoder import Decoder
 from jaxblock.residual import History, topology
 from jaxblock.types import Array, Params
@@ -29,7 +31,8 @@ class KeptBytes(NamedTuple):
     """Rows of histories, written once; 0 where the stream is one array. Reading them backward needs a few times as
     much again, as working memory."""
     logits: int
-    """Float32 logits and their gradient, [B, T, padded V] each."""
+    """Float32 logits and their gradient, [B, T, padded V] each; of one block, [B, C, padded V], where the loss is
+    blocked, and float32 copies of head and states, which are summed up while the next block's are made."""
     depth: int
 
     @property
@@ -93,8 +96,15 @@ def kept_bytes(
             blocks += tree_bytes(var.aval)
         elif var.aval.shape in rows:
             history += tree_bytes(var.aval)
-    logits = 2 * 4 * batch * length * config.padded_vocab_size
-    return KeptBytes(blocks, history, logits, config.depth)
+    return KeptBytes(blocks, history, _logits_bytes(config, execution, batch, length), config.depth)
+
+
+def _logits_bytes(config: ModelConfig, execution: ExecutionConfig, batch: int, length: int) -> int:
+    if execution.loss == "whole":
+        return 2 * 4 * batch * length * config.padded_vocab_size
+    positions = block_positions(batch, length, config.padded_vocab_size)
+    gradients = 4 * config.width * (config.padded_vocab_size + batch * length)
+    return 2 * 4 * batch * positions * config.padded_vocab_size + gradients
 
 
 def _closed_derivative(config: ModelConfig, execution: ExecutionConfig, params: Params, tokens_BT):

@@ -97,6 +97,7 @@ def _bytes(config: Any, params: Any) -> dict[str, Any]:
         "rows": rows,
         "length": length,
         "remat": remat,
+        "loss": config.execution.loss,
         "kept_for_backward": kept,
         "training_step": sum(held.values()) + kept[remat]["total"],
         "kv_cache_one_sequence": kv_cache_bytes(config.model, 1, length),

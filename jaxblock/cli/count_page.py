@@ -110,7 +110,8 @@ def _memory(memory: Mapping[str, Any]) -> list[str]:
         cells = (size(of[name]) for name in ("per_block", "blocks", "history", "logits", "total"))
         kept.append((policy, *cells, "<- this config" if policy == memory["remat"] else ""))
     batch = f"{memory['rows']:,} sequences of {memory['length']:,} tokens"
-    step = [(f"held, and kept with remat {memory['remat']!r}", size(memory["training_step"]))]
+    how = f"remat {memory['remat']!r} and loss {memory['loss']!r}"
+    step = [(f"held, and kept with {how}", size(memory["training_step"]))]
     one = memory["kv_cache_one_sequence"]
     cache = [
         (f"one sequence of {memory['length']:,}", size(one) if one else "none: it cannot decode with one")

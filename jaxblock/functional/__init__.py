@@ -2,6 +2,7 @@
 
 from jaxblock.functional.attention import attention
 from jaxblock.functional.attention_scores import ScoreRule
+from jaxblock.functional.cross_entropy_blocked import cross_entropy_blocked
 from jaxblock.functional.dense import dense, embed, logits, unembed
 from jaxblock.functional.dropout import dropout
 from jaxblock.functional.experts import (
@@ -38,6 +39,7 @@ from jaxblock.functional.norms import layer_norm, rms_norm
 from jaxblock.functional.parametrization import Scaling, complete_p
 from jaxblock.functional.pooling import first_real, last_real, masked_mean
 from jaxblock.functional.positions import alibi_slopes, apply_rotary, learned, rotary_angles, sinusoidal
+from jaxblock.functional.readout import Readout, read_out
 from jaxblock.functional.residual import (
     branch_norm,
     deep_norm,
@@ -62,6 +64,7 @@ __all__ = [
     "FeedForwardWeights",
     "GatedWeights",
     "LossOptions",
+    "Readout",
     "Routing",
     "SamplingRule",
     "Scaling",
@@ -76,6 +79,7 @@ __all__ = [
     "choices_per_expert",
     "complete_p",
     "cross_entropy",
+    "cross_entropy_blocked",
     "deep_norm",
     "dense",
     "dropless_layout",
@@ -104,6 +108,7 @@ __all__ = [
     "peri_norm",
     "post_norm",
     "pre_norm",
+    "read_out",
     "rezero",
     "rms_norm",
     "rotary_angles",

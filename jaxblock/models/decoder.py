@@ -1,16 +1,15 @@
 """A decoder-only language model: embedding, stack of blocks, final norm where the topology needs one, head."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import chex
 import flax.linen as nn
 import jax.numpy as jnp
 
 from jaxblock.config import ModelConfig
-from jaxblock.functional.dense import logits
-from jaxblock.functional.parametrization import scaled
+from jaxblock.functional.readout import Readout, read_out
 from jaxblock.functional.segments import segment_positions
-from jaxblock.models.cache import Cache, plan_call, read_cache, write_cache
+from jaxblock.models.cache import Cache, CachedCall, plan_call, read_cache, write_cache
 from jaxblock.models.trunk import Trunk
 from jaxblock.modules import AttentionInputs, scaling
 from jaxblock.modules.kernel import kernel_init
@@ -33,7 +32,6 @@ class Decoder(Trunk):
 
     causal: ClassVar[bool] = True
 
-    @nn.compact
     def __call__(
         self,
         tokens_BT: Array,
@@ -61,6 +59,37 @@ class Decoder(Trunk):
           ValueError: more tokens than the learned position table has rows, a mask that is not boolean; with a cache:
             one of another model or batch, a full one, segments_BT or positions_BT.
         """
+        x_BTD, readout, call, written = self._run(tokens_BT, valid_BT, segments_BT, positions_BT, cache)
+        logits_BTV = read_out(x_BTD, readout)
+        if cache is None or call is None:
+            return logits_BTV
+        return call.mark_refused(logits_BTV), write_cache(cache, call, written)
+
+    def before_head(
+        self,
+        tokens_BT: Array,
+        *,
+        valid_BT: Array | None = None,
+        segments_BT: Array | None = None,
+        positions_BT: Array | None = None,
+    ) -> tuple[Array, Readout]:
+        """Return the last states, [B, T] -> [B, T, D] in the compute dtype, and the head: `read_out` makes the logits.
+
+        For a loss that does not need all logits at once: `model.apply(variables, tokens_BT, method="before_head")`.
+        Arguments and errors as above.
+        """
+        return self._run(tokens_BT, valid_BT, segments_BT, positions_BT, None)[:2]
+
+    @nn.compact
+    def _run(
+        self,
+        tokens_BT: Array,
+        valid_BT: Array | None,
+        segments_BT: Array | None,
+        positions_BT: Array | None,
+        cache: Cache | None,
+    ) -> tuple[Array, Readout, CachedCall | None, dict[str, Any]]:
+        """Return the last states and the head; with a cache, also how it is read and the new keys and values."""
         chex.assert_rank(tokens_BT, 2)
         chex.assert_type(tokens_BT, int)
         config, call = self.config, None
@@ -79,10 +108,8 @@ class Decoder(Trunk):
         x_BTD, embedding = self._embed(tokens_BT, positions_BT, limit=None if call is None else call.limit)
         attention = AttentionInputs(pattern, self._angles(positions_BT))
         x_BTD, written = self._stack(x_BTD, attention, cached=None if cache is None else read_cache(cache))
-        logits_BTV = embedding.attend(x_BTD) if config.head == "tied" else Head(config, name="head")(x_BTD)
-        if cache is None or call is None:
-            return logits_BTV
-        return call.mark_refused(logits_BTV), write_cache(cache, call, written)
+        readout = embedding.readout() if config.head == "tied" else Head(config, name="head")()
+        return x_BTD, readout, call, written
 
 
 class Head(nn.Module):
@@ -91,10 +118,10 @@ class Head(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BTD: Array) -> Array:
-        """Return float32 logits, [B, T, D] -> [B, T, V]."""
+    def __call__(self) -> Readout:
+        """Declare the kernel and return what makes logits of states."""
         config, factors = self.config, scaling(self.config)
         shape = (config.width, config.padded_vocab_size)
         init = kernel_init(config, "head", fan_in=config.width, gain=factors.table_gain)
         kernel_DV = self.param("kernel", init, shape, jnp.dtype(config.param_dtype))
-        return scaled(logits(x_BTD, kernel_DV), factors.logits)
+        return Readout(kernel_DV, "kernel", factors.logits)

@@ -4,9 +4,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from jaxblock.config import ModelConfig
-from jaxblock.functional.dense import embed, unembed
-from jaxblock.functional.parametrization import scaled
+from jaxblock.functional.dense import embed
 from jaxblock.functional.positions import learned, sinusoidal
+from jaxblock.functional.readout import Readout, read_out
 from jaxblock.modules.kernel import kernel_init
 from jaxblock.modules.parametrization import scaling
 from jaxblock.types import Array
@@ -34,7 +34,11 @@ class Embedding(nn.Module):
 
     def attend(self, x_BTD: Array) -> Array:
         """Return float32 logits against the table, [B, T, D] -> [B, T, V]."""
-        return scaled(unembed(x_BTD, self.table), scaling(self.config).logits)
+        return read_out(x_BTD, self.readout())
+
+    def readout(self) -> Readout:
+        """Return the table as a head: what makes logits of states."""
+        return Readout(self.table, "table", scaling(self.config).logits)
 
 
 class PositionTable(nn.Module):

@@ -174,6 +174,10 @@ def _load(config: TrainConfig) -> LabelledCorpus:
     for name, value, default in (("seams", data.seams, "joined"), ("separator", data.separator, None)):
         if value != default:
             raise ValueError(f"data.{name} is {value!r}; a classifier's rows are one text each, leave it out")
+    if config.execution.loss != "whole":
+        raise ValueError(
+            f"execution.loss is {config.execution.loss!r}; a classifier has no vocabulary, leave it out"
+        )
     if data.path is None:
         return load_functions(context=config.model.context)
     if data.path == DIGITS:

@@ -5,13 +5,15 @@ own, and a row weighs as much as it has targets: a batch in pieces, or on many d
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxblock.config import ModelConfig
+from jaxblock.functional.cross_entropy_blocked import cross_entropy_blocked
 from jaxblock.functional.losses import CrossEntropy, LossOptions, cross_entropy, mean_over_targets
+from jaxblock.models.decoder import Decoder
 from jaxblock.models.observation import OBSERVED
 from jaxblock.models.trunk import Trunk
 from jaxblock.modules.experts import ROUTING
@@ -55,18 +57,31 @@ def observed_language_loss(
     balance: float = 0.0,
 ) -> tuple[CrossEntropy, Mapping[str, Any]]:
     """Return the loss as `language_loss` does, and what the model's observer saw: {} where it has none."""
+    made: Any  # logits, or what stands before the head
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
     inputs_BT, targets_BT, valid_BT, segments_BT = jax.tree.map(jnp.asarray, batch)
     given: dict[str, Any] = {"segments_BT": segments_BT, "rngs": rngs}
     mutable = collections_of(model, balance)
+    blocked = takes_blocks(model)
+    if blocked:
+        given["method"] = "before_head"
     if mutable:
-        logits_BTV, collected = model.apply(variables, inputs_BT, **given, mutable=mutable)
+        made, collected = model.apply(variables, inputs_BT, **given, mutable=mutable)
     else:
-        logits_BTV, collected = model.apply(variables, inputs_BT, **given), {}
-    result = cross_entropy(cast(Array, logits_BTV), targets_BT, valid_BT=valid_BT, options=options)
+        made, collected = model.apply(variables, inputs_BT, **given), {}
+    if blocked:
+        x_BTD, readout = made
+        result = cross_entropy_blocked(x_BTD, readout, targets_BT, valid_BT=valid_BT, options=options)
+    else:
+        result = cross_entropy(made, targets_BT, valid_BT=valid_BT, options=options)
     if balance:
         result = add_balance(result, collected[ROUTING], jnp.sum(valid_BT, axis=1), balance=balance)
     return result, collected.get(OBSERVED, {})
+
+
+def takes_blocks(model: Any) -> bool:
+    """Return whether a model's next-token loss is to be taken in blocks, from what stands before its head."""
+    return isinstance(model, Decoder) and model.execution.loss == "blocked"
 
 
 def collections_of(model: Any, balance: float) -> list[str]:

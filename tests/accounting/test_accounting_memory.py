@@ -11,7 +11,9 @@ import pytest
 from jaxblock import Decoder, ExecutionConfig, ModelConfig
 from jaxblock.accounting import abstract_parameters, kept_bytes, kv_cache_bytes, tree_bytes
 from jaxblock.config import REMAT_POLICIES
+from jaxblock.functional.cross_entropy_blocked import cross_entropy_blocked
 from jaxblock.functional.losses import cross_entropy
+from jaxblock.functional.readout import Readout
 from jaxblock.models.cache import init_cache
 from tests.small import config
 
@@ -141,6 +143,37 @@ def test_logits_and_their_gradient_are_what_the_vocabulary_costs():
     few, many = (sized(vocab_size=size, depth=1) for size in (4096, 8192))
     growth = compiled_bytes(many, "full") - compiled_bytes(few, "full")
     assert growth == pytest.approx(kept(many, "full").logits - kept(few, "full").logits, rel=0.02)
+
+
+def test_a_blocked_loss_keeps_one_block_and_copies_of_head_and_states():
+    sizes = {"batch": 8, "length": 1024}
+    small, large = (
+        kept(sized(vocab_size=V, context=1024), "full", loss="blocked", **sizes).logits for V in (11, 50_257)
+    )
+    assert small == kept(sized(context=1024), "full", **sizes).logits + 4 * D * (
+        11 + 8 * 1024
+    )  # a single block
+    assert large == 2 * 4 * 8 * 41 * 50_257 + 4 * D * (50_257 + 8 * 1024)
+    assert large < kept(sized(vocab_size=50_257, context=1024), "full", **sizes).logits / 20
+
+
+@pytest.mark.full
+def test_compiled_memory_of_a_blocked_loss_grows_with_the_vocabulary_as_counted():
+    """The loss alone, as in a model another moment may need more; a head of more entries than a block has logits."""
+
+    def compiled(columns: int, width: int) -> int:
+        x_BTD = jax.ShapeDtypeStruct((8, 256, width), jnp.float32)
+        readout = Readout(jax.ShapeDtypeStruct((columns, width), jnp.float32))  # pyright: ignore[reportArgumentType]
+        targets_BT = jax.ShapeDtypeStruct((8, 256), jnp.int32)
+        loss = jax.value_and_grad(lambda *given: cross_entropy_blocked(*given).loss, (0, 1))
+        memory = jax.jit(loss).lower(x_BTD, readout, targets_BT).compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    for columns, width in ((50_257, 768), (100_000, 256), (200_000, 256)):
+        model_config = sized(vocab_size=columns, context=256, width=width)
+        counted = kept(model_config, "full", batch=8, length=256, loss="blocked").logits
+        assert compiled(columns, width) == pytest.approx(counted, rel=0.05)
 
 
 def test_bytes_of_a_tree_are_those_of_its_arrays():

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxblock import ExecutionConfig
 from jaxblock.functional.losses import LossOptions
 from jaxblock.models.classifier import Classifier
 from jaxblock.training import predict_run as predict_run_module
@@ -151,6 +152,10 @@ def test_the_sample_is_the_prompt_where_there_is_one(jsonl):
         ({"model": config(vocab_size=255)}, "model.vocab_size is 255; it must be at least 256"),
         ({"data": DataConfig(path="none.jsonl", seams="separate")}, "data.seams is 'separate'"),
         ({"data": DataConfig(path="none.jsonl", separator=0)}, "data.separator is 0"),
+        (
+            {"execution": ExecutionConfig(loss="blocked")},
+            "execution.loss is 'blocked'; a classifier has no vocabulary",
+        ),
         ({"data": DataConfig(path="none.jsonl")}, r"none.jsonl cannot be read"),
     ],
 )

@@ -80,7 +80,9 @@ CHANGED = TrainConfig(
         dtype="bfloat16",
         stream_dtype="float16",
     ),
-    execution=ExecutionConfig(scan_unroll=2, remat="full", history="plain", attention="blocked"),
+    execution=ExecutionConfig(
+        scan_unroll=2, remat="full", history="plain", attention="blocked", loss="blocked"
+    ),
     init=InitConfig(from_run="runs/before", weights="average"),
     data=DataConfig(
         path='quote".txt', batch=6, accumulation=3, seams="separate", separator=0, validation_tokens=99
@@ -201,6 +203,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
         ("model.parametrization", "complete_p(base_depth=2, base_width=8, scale_epsilon=1)"),
         ("execution.scan_unroll", 1.0),
         ("execution.remat", "som"),
+        ("execution.loss", "chunked"),
         ("data.batch", 0),
         ("data.seams", "apart"),
         ("optimizer.learning_rate", "3e-3"),
