@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks.contest import AbsentError, Job, need, serve, turn_order
+from experiments.benchmarks.depth_cost import Arm, Cost, checks_of
+from experiments.benchmarks.import_time import package_shares
 from experiments.benchmarks.sizes import PRESETS, Sizes
 from experiments.benchmarks.summary import fastest_peer, ratio_words, spread_of, summarise, table
 from experiments.benchmarks.train_step import candidates, library_flops
@@ -120,6 +122,37 @@ def test_settings_tried_start_with_the_ones_given_and_keep_remat():
     assert "cudnn" not in {one["attention"] for one in tried}
     on_gpu = candidates({**shared, "platform": "gpu", "dtype": "bfloat16"}, given)
     assert "cudnn" in {one["attention"] for one in on_gpu}
+
+
+def cost(
+    depth: int, *, text: int = 1000, compile_s: float = 1.0, block_s: float = 1.0, streams: float = 1.0
+) -> Cost:
+    """Return what a depth costs: one compiled block, unless told otherwise; a stream is 4 * 2048 * 256 bytes."""
+    memory = int(1000 + streams * depth * 4 * 2048 * 256)
+    steps = [depth * block_s * slow for slow in SLOWED]
+    return Cost(50, text, memory, memory, [compile_s * slow for slow in SLOWED], steps)
+
+
+def test_what_has_to_hold_over_depth_holds_for_one_block_and_not_for_a_loop():
+    arm, depths = Arm("1", "full"), (4, 6, 48, 96)
+    good = checks_of(arm, {depth: cost(depth) for depth in depths}, Sizes())
+    assert [round(check.value, 6) for check in good] == [1.0, 1.0, 1.0, 1.0]
+    assert all(check.holds for check in good)
+    loop = {
+        depth: cost(depth, text=100 * depth, compile_s=0.1 * depth, block_s=1 + depth / 100, streams=1.2)
+        for depth in depths
+    }
+    assert not any(check.holds for check in checks_of(arm, loop, Sizes()))
+    assert checks_of(Arm("depth", "full"), loop, Sizes()) == []
+    assert len(checks_of(Arm("1", "none"), {4: cost(4), 96: cost(96)}, Sizes())) == 1
+    assert Arm("depth", "none").unroll(7) == 7
+
+
+def test_own_times_of_modules_are_added_by_package():
+    log = "import time: self [us] | cumulative | imported package\n"
+    log += "import time:       300 |        300 |   jax.numpy\nimport time:       100 |        400 | jax\n"
+    log += "import time:       600 |        600 | flax.linen\nnoise\n"
+    assert package_shares(log) == {"flax": 0.6, "jax": 0.4}
 
 
 def test_a_table_stands_in_columns():

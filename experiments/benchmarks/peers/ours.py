@@ -2,15 +2,27 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.benchmarks.contest import Job, timed
 from experiments.benchmarks.peers.device import peak_bytes, random_tokens
 from experiments.benchmarks.sizes import sizes_of
 
 
-def prepare(options: Mapping[str, Any]) -> Job:
-    """Return the step of the sizes in `options`, with its "residual", "scan_unroll", "remat" and "attention"."""
+class Built(NamedTuple):
+    """A step that is not compiled yet, and what it is called with."""
+
+    model: Any
+    config: Any
+    step: Any
+    """Jitted, its state donated: (state, batch, key) -> (state, metrics)."""
+    state: Any
+    batch: Any
+    key: Any
+
+
+def build(options: Mapping[str, Any]) -> Built:
+    """Return the step of the sizes, residual, stream_dtype, scan_unroll, remat and attention in `options`."""
     import jax
     import jax.numpy as jnp
 
@@ -37,14 +49,21 @@ def prepare(options: Mapping[str, Any]) -> Job:
         data=DataConfig(batch=sizes.batch),
     )
     keep_freed_memory()
-    model, key = Decoder(config.model, config.execution), jax.random.key(1)
+    model = Decoder(config.model, config.execution)
     inputs_BT, targets_BT = random_tokens(sizes)
     arrays: Any = (inputs_BT, targets_BT, jnp.ones_like(inputs_BT, bool), None)
-    batch = Batch(*arrays)
     params = jax.jit(model.init)(jax.random.key(0), inputs_BT[:1])["params"]
     state = jax.jit(functools.partial(first_state, model, config))(params)
-    compiled = jax.jit(make_step(model, config), donate_argnums=0).lower(state, batch, key).compile()
-    del params
+    step = jax.jit(make_step(model, config), donate_argnums=0)
+    return Built(model, config, step, state, Batch(*arrays), jax.random.key(1))
+
+
+def prepare(options: Mapping[str, Any]) -> Job:
+    """Return the compiled step of `build`."""
+    import jax
+
+    _, _, jitted, state, batch, key = build(options)
+    compiled = jitted.lower(state, batch, key).compile()
 
     def step() -> float:
         nonlocal state
