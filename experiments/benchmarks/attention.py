@@ -231,8 +231,10 @@ def draw(results: Sequence[Result], path: Path) -> None:
             style = "k:" if name == REFERENCE else "o-"
             panels[0, column].plot(lengths, times, style, label=name)
             panels[1, column].plot(lengths, sizes, style, label=name)
-        panels[0, column].set(title=kind, xscale="log", yscale="log")
+        panels[0, column].set(title=kind, yscale="log")
         panels[1, column].set(xlabel="length", xscale="log")
+        panels[1, column].set_xticks([result.length for result in group], [str(one.length) for one in group])
+        panels[1, column].minorticks_off()
     panels[0, 0].set_ylabel("ms")
     panels[1, 0].set_ylabel("temporaries, MB")
     panels[0, 0].legend(fontsize=8)

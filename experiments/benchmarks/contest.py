@@ -56,7 +56,7 @@ class Outcome(NamedTuple):
     rounds: dict[str, list[list[float]]]
     """Name -> seconds of each step, by round."""
     facts: dict[str, dict[str, Any]]
-    """Name -> the job's facts with `ready_s`, from the start of its preparation to its first step done, and peak memory."""
+    """Name -> the job's facts, peak memory, and `ready_s`: from preparing it to its first step done."""
     left_out: dict[str, str]
     """Name -> why it did not take part."""
 

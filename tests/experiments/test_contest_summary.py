@@ -130,7 +130,8 @@ def cost(
     """Return what a depth costs: one compiled block, unless told otherwise; a stream is 4 * 2048 * 256 bytes."""
     memory = int(1000 + streams * depth * 4 * 2048 * 256)
     steps = [depth * block_s * slow for slow in SLOWED]
-    return Cost(50, text, memory, memory, [compile_s * slow for slow in SLOWED], steps)
+    compiles = [compile_s * slow for slow in SLOWED]
+    return Cost(50, text, memory, memory, compiles, [compile_s] * len(SLOWED), steps)
 
 
 def test_what_has_to_hold_over_depth_holds_for_one_block_and_not_for_a_loop():
