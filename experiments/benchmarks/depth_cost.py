@@ -300,7 +300,7 @@ def draw(costs: Mapping[Arm, Mapping[int, Cost]], path: Path) -> None:
         for axes, values in zip(panels, columns, strict=True):
             axes.plot(depths, values, marker="o", label=arm.words())
     for axes, title in zip(panels, titles, strict=True):
-        axes.set(xscale="log", title=title, xlabel="blocks", ylim=(0, None))
+        axes.set(xscale="log", title=title, xlabel="blocks", ylim=(0, 1.1 * axes.dataLim.ymax))
         axes.set_xticks(DEPTHS, [str(depth) for depth in DEPTHS])
         axes.minorticks_off()
     panels[0].legend(fontsize=8)

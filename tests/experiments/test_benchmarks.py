@@ -57,13 +57,16 @@ def test_depth_cost(tmp_path):
         "--steps",
         "1",
     ]
-    record = found("depth_cost", "--depths", "2", "4", *words, figure=tmp_path / "a.png")
+    record = found("depth_cost", "--depths", "4", "6", *words, figure=tmp_path / "a.png")
     assert [arm["remat"] for arm in record["arms"]] == ["none", "full"]
     for arm in record["arms"]:
         costs = arm["depths"]
-        assert set(costs) == {"2", "4"}
-        assert costs["4"]["bytes"] < 1.05 * costs["2"]["bytes"]
-        assert costs["4"]["gradient_temporaries"] > costs["2"]["gradient_temporaries"] > 0
+        assert list(costs) == ["4", "6"]
+        assert costs["6"]["bytes"] < 1.05 * costs["4"]["bytes"]
+        # By block added: one [B, T, D] stream in float32 where all is recomputed, and more where nothing is.
+        more = (costs["6"]["gradient_temporaries"] - costs["4"]["gradient_temporaries"]) / 2
+        streams = more / (4 * 2 * 16 * 16)
+        assert abs(streams - 1) < 0.15 if arm["remat"] == "full" else streams > 2
     loop = found("depth_cost", "--depths", "1", "3", "--scan-unroll", "depth", "--remat", "none", *words)
     (arm,) = loop["arms"]
     assert arm["checks"] == []
