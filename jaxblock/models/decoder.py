@@ -10,7 +10,7 @@ from jaxblock.config import ModelConfig
 from jaxblock.functional.dense import logits
 from jaxblock.functional.parametrization import scaled
 from jaxblock.functional.segments import segment_positions
-from jaxblock.models.cache import Cache, plan_call, read_cache, write_cache
+from jaxblock.models.cache import CacheT, plan_call, read_cache, write_cache
 from jaxblock.models.trunk import Trunk
 from jaxblock.modules import AttentionInputs, scaling
 from jaxblock.modules.kernel import kernel_init
@@ -41,8 +41,8 @@ class Decoder(Trunk):
         valid_BT: Array | None = None,
         segments_BT: Array | None = None,
         positions_BT: Array | None = None,
-        cache: Cache | None = None,
-    ) -> Array | tuple[Array, Cache]:
+        cache: CacheT | None = None,
+    ) -> Array | tuple[Array, CacheT]:
         """Return float32 logits, [B, T] -> [B, T, padded V]; with a cache, (logits, the cache after these tokens).
 
         Args:
@@ -63,7 +63,7 @@ class Decoder(Trunk):
         """
         chex.assert_rank(tokens_BT, 2)
         chex.assert_type(tokens_BT, int)
-        config, call = self.config, None
+        config, call, cached = self.config, None, None
         pattern = self._pattern(valid_BT=valid_BT, segments_BT=segments_BT)
         if cache is not None:
             if segments_BT is not None or positions_BT is not None:
@@ -71,6 +71,7 @@ class Decoder(Trunk):
                     "segments_BT and positions_BT do not go with a cache: each row is one document, read in order"
                 )
             call = plan_call(config, cache, tokens_BT, valid_BT)
+            cache, cached = read_cache(cache)
             positions_BT, pattern = call.positions_BT, call.seen(pattern)
         elif positions_BT is None:
             positions_BT = segment_positions(tokens_BT.shape[1], segments_BT)
@@ -78,7 +79,7 @@ class Decoder(Trunk):
             tokens_BT = jnp.where(valid_BT, tokens_BT, jnp.zeros_like(tokens_BT))
         x_BTD, embedding = self._embed(tokens_BT, positions_BT, limit=None if call is None else call.limit)
         attention = AttentionInputs(pattern, self._angles(positions_BT))
-        x_BTD, written = self._stack(x_BTD, attention, cached=None if cache is None else read_cache(cache))
+        x_BTD, written = self._stack(x_BTD, attention, cached=cached)
         logits_BTV = embedding.attend(x_BTD) if config.head == "tied" else Head(config, name="head")(x_BTD)
         if cache is None or call is None:
             return logits_BTV
