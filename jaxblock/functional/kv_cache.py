@@ -48,13 +48,14 @@ def target_slots(positions_BT: Array, written_BT: Array, slots: int) -> Array:
     return jnp.where(kept_BT, jnp.mod(positions_BT, slots), slots).astype(jnp.int32)
 
 
-def write_slots(cache_LBSGK: Array, new_LBTGK: Array, slots_BT: Array) -> Array:
+def write_slots(cache_LBGSK: Array, new_LBTGK: Array, slots_BT: Array) -> Array:
     """Return the cache with new keys (or values) of all layers in their slots; slots at or past S are not written.
 
-    cache: [L, B, S, G, K]; new: [L, B, T, G, K]; slots_BT: from `target_slots`. The cache keeps its dtype. Raises
+    cache: [L, B, G, S, K]; new: [L, B, T, G, K]; slots_BT: from `target_slots`. The cache keeps its dtype. Raises
     AssertionError (chex) for shapes that do not fit.
     """
-    layers, batch, _, groups, width = cache_LBSGK.shape
+    layers, batch, groups, _, width = cache_LBGSK.shape
     chex.assert_shape(new_LBTGK, (layers, *slots_BT.shape, groups, width))
     rows_B1 = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    return cache_LBSGK.at[:, rows_B1, slots_BT].set(new_LBTGK.astype(cache_LBSGK.dtype), mode="drop")
+    new_BTLGK = new_LBTGK.transpose(1, 2, 0, 3, 4).astype(cache_LBGSK.dtype)
+    return cache_LBGSK.at[:, rows_B1, :, slots_BT].set(new_BTLGK, mode="drop")

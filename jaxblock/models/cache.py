@@ -5,8 +5,9 @@ none. Axis S of this file: slots. What a row's next token sees is in `functional
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -21,12 +22,71 @@ from jaxblock.types import Array
 class Cache(NamedTuple):
     """Keys and values of the tokens read so far, for every block."""
 
-    keys_LBSGK: Array
+    keys_LBGSK: Array
     """In the config's `dtype`, rotated where positions are rotary."""
-    values_LBSGK: Array
+    values_LBGSK: Array
     """In the config's `dtype`."""
     lengths_B: Array
     """Real tokens each row has read, int32; the position of its next one."""
+
+    @property
+    def slots(self) -> int:
+        """S, the number of slots."""
+        return self.keys_LBGSK.shape[3]
+
+
+class LayeredCache(NamedTuple):
+    """A cache with an array for each block, whose newest tokens are written when it is next read.
+
+    It is what a loop over tokens carries. Where the stack is unrolled, the compiler reads a block's array where it
+    lies; a slice of `Cache` it copies. And as a write comes before all reads of its round, it is made in place; after
+    them, the compiler would keep a copy of each array for reads that it might run late.
+    """
+
+    keys_BGSK: tuple[Array, ...]
+    values_BGSK: tuple[Array, ...]
+    lengths_B: Array
+    """As in `Cache`, with those that are not written yet."""
+    new_keys_LBTGK: Array
+    new_values_LBTGK: Array
+    new_slots_BT: Array
+    """Where they are to be written; S = nowhere."""
+
+    @property
+    def slots(self) -> int:
+        """S, the number of slots."""
+        return self.keys_BGSK[0].shape[2]
+
+    @classmethod
+    def of(cls, cache: Cache) -> "LayeredCache":
+        """Return the cache, its layers apart, for a loop that reads one token at a time."""
+        layers, batch, groups, slots, width = cache.keys_LBGSK.shape
+        none = jnp.zeros((layers, batch, 1, groups, width), cache.keys_LBGSK.dtype)
+        nowhere = jnp.full((batch, 1), slots, jnp.int32)
+        return cls(tuple(cache.keys_LBGSK), tuple(cache.values_LBGSK), cache.lengths_B, none, none, nowhere)
+
+    def written(self) -> "LayeredCache":
+        """Return the cache with its newest tokens in their slots, and none left to be written."""
+
+        def write(layers: tuple[Array, ...], new_LBTGK: Array) -> tuple[Array, ...]:
+            pairs = zip(layers, new_LBTGK, strict=True)
+            return tuple(write_slots(old[None], new[None], self.new_slots_BT)[0] for old, new in pairs)
+
+        return self._replace(
+            keys_BGSK=write(self.keys_BGSK, self.new_keys_LBTGK),
+            values_BGSK=write(self.values_BGSK, self.new_values_LBTGK),
+            new_slots_BT=jnp.full_like(self.new_slots_BT, self.slots),
+        )
+
+    def grown(self, slots: int) -> "LayeredCache":
+        """Return the cache with more slots, the new ones empty; no row may have read more tokens than it had slots."""
+        settled, more = self.written(), ((0, 0), (0, 0), (0, slots - self.slots), (0, 0))
+        keys, values = (tuple(jnp.pad(x, more) for x in xs) for xs in settled[:2])
+        nowhere = jnp.full_like(self.new_slots_BT, slots)
+        return settled._replace(keys_BGSK=keys, values_BGSK=values, new_slots_BT=nowhere)
+
+
+CacheT = TypeVar("CacheT", Cache, LayeredCache)
 
 
 class CachedCall(NamedTuple):
@@ -64,7 +124,7 @@ class CachedCall(NamedTuple):
 
 
 def init_cache(config: ModelConfig, batch: int, *, capacity: int | None = None) -> Cache:
-    """Return an empty cache: keys and values [L, B, S, G, K], lengths [B].
+    """Return an empty cache: keys and values [L, B, G, S, K], lengths [B].
 
     A row is full when it has read `cache_limit` tokens. With a window in every block (none 0) that covers at most
     `capacity` tokens the cache rolls: old tokens make room, and only a position table can end.
@@ -93,7 +153,12 @@ def init_cache(config: ModelConfig, batch: int, *, capacity: int | None = None) 
             f"capacity is {capacity}; it must be at least {min(window, config.context)}, to hold the largest window "
             f"(model.window is {config.window}) or the context"
         )
-    shape = (config.depth, batch, capacity, config.num_kv_heads, config.head_dim)
+    return empty_cache(config, batch, capacity)
+
+
+def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
+    """Return what `init_cache` returns, of any size: one below the largest window is to grow before it is full."""
+    shape = (config.depth, batch, config.num_kv_heads, slots, config.head_dim)
     empty = jnp.zeros(shape, config.dtype)
     return Cache(empty, empty, jnp.zeros((batch,), jnp.int32))
 
@@ -116,7 +181,9 @@ def cache_limit(config: ModelConfig, capacity: int) -> int | None:
     return tables.get(config.position_choice.name)
 
 
-def plan_call(config: ModelConfig, cache: Cache, tokens_BT: Array, valid_BT: Array | None) -> CachedCall:
+def plan_call(
+    config: ModelConfig, cache: Cache | LayeredCache, tokens_BT: Array, valid_BT: Array | None
+) -> CachedCall:
     """Return what a call with these tokens reads and writes.
 
     Raises:
@@ -125,7 +192,7 @@ def plan_call(config: ModelConfig, cache: Cache, tokens_BT: Array, valid_BT: Arr
     check_cache(config, cache, batch=tokens_BT.shape[0])
     given_BT, valid_BT = valid_BT, spread_valid(tokens_BT, valid_BT)
     check_room(config, cache, tokens_BT, given_BT)
-    slots = cache.keys_LBSGK.shape[2]
+    slots = cache.slots
     limit = cache_limit(config, slots)
     positions_BT = token_positions(cache.lengths_B, valid_BT)
     fits_BT = valid_BT if limit is None else valid_BT & (positions_BT < limit)
@@ -143,30 +210,44 @@ def plan_call(config: ModelConfig, cache: Cache, tokens_BT: Array, valid_BT: Arr
     )
 
 
-def read_cache(cache: Cache) -> dict[str, Any]:
-    """Return the collection from which the blocks' attention reads, every leaf [L, ...]."""
-    return {"attention": {"keys": cache.keys_LBSGK, "values": cache.values_LBSGK}}
+def read_cache(cache: CacheT) -> tuple[CacheT, dict[str, Any]]:
+    """Return the cache as it is read, and what the blocks' attention reads of it: a collection, leaves [L, ...]."""
+    if isinstance(cache, LayeredCache):
+        cache = cache.written()
+    stacked = _stacked(cache)
+    return cache, {"attention": {"keys": stacked.keys_LBGSK, "values": stacked.values_LBGSK}}
 
 
-def write_cache(cache: Cache, call: CachedCall, written: dict[str, Any]) -> Cache:
+def write_cache(cache: CacheT, call: CachedCall, written: dict[str, Any]) -> CacheT:
     """Return the cache after a call in which the blocks' attention made `written`, leaves [L, B, T, G, K]."""
-    new = written["attention"]
+    keys, values = written["attention"]["keys"], written["attention"]["values"]
+    if isinstance(cache, LayeredCache):
+        return LayeredCache(cache.keys_BGSK, cache.values_BGSK, call.lengths_B, keys, values, call.slots_BT)
     return Cache(
-        write_slots(cache.keys_LBSGK, new["keys"], call.slots_BT),
-        write_slots(cache.values_LBSGK, new["values"], call.slots_BT),
+        write_slots(cache.keys_LBGSK, keys, call.slots_BT),
+        write_slots(cache.values_LBGSK, values, call.slots_BT),
         call.lengths_B,
     )
+
+
+def _stacked(cache: Cache | LayeredCache) -> Cache:
+    """Return the cache with its layers in one array each, without what is not written yet."""
+    if isinstance(cache, Cache):
+        return cache
+    return Cache(jnp.stack(cache.keys_BGSK), jnp.stack(cache.values_BGSK), cache.lengths_B)
 
 
 def check_cache(config: ModelConfig, cache: Any, *, batch: int) -> None:
     """Raise ValueError unless `cache` is one that `init_cache` makes for this config and batch."""
     check_cacheable(config)
+    if isinstance(cache, LayeredCache):
+        cache = jax.eval_shape(_stacked, cache)
     if not isinstance(cache, Cache):
         raise ValueError(
             f"cache is a {type(cache).__name__}; it must be a jaxblock.models.Cache, from init_cache"
         )
-    slots = cache.keys_LBSGK.shape[2] if cache.keys_LBSGK.ndim == 5 else "S"
-    keys = (config.depth, batch, slots, config.num_kv_heads, config.head_dim), config.dtype
+    slots = cache.slots if cache.keys_LBGSK.ndim == 5 else "S"
+    keys = (config.depth, batch, config.num_kv_heads, slots, config.head_dim), config.dtype
     wanted = (keys, keys, ((batch,), "int32"))
     for name, x, (shape, dtype) in zip(Cache._fields, cache, wanted, strict=True):
         if x.shape != shape or x.dtype != dtype:
@@ -193,13 +274,15 @@ def spread_valid(tokens_BT: Array, valid_BT: Array | None) -> Array:
     return jnp.broadcast_to(valid_BT, tokens_BT.shape)
 
 
-def check_room(config: ModelConfig, cache: Cache, tokens_BT: Array, valid_BT: Array | None) -> None:
+def check_room(
+    config: ModelConfig, cache: Cache | LayeredCache, tokens_BT: Array, valid_BT: Array | None
+) -> None:
     """Raise ValueError if a row has no room for its tokens, where that can be known.
 
     Known are the tokens' number without a mask, and, outside jit, how full each row is. What is not known is met
     at run time: such a token is not written, and its logits are NaN.
     """
-    slots, length = cache.keys_LBSGK.shape[2], tokens_BT.shape[1]
+    slots, length = cache.slots, tokens_BT.shape[1]
     limit = cache_limit(config, slots)
     if limit is None:
         return

@@ -1,6 +1,6 @@
 """A decoder-only language model: embedding, stack of blocks, final norm where the topology needs one, head."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import chex
 import flax.linen as nn
@@ -9,11 +9,24 @@ import jax.numpy as jnp
 from jaxblock.config import ModelConfig
 from jaxblock.functional.readout import Readout, read_out
 from jaxblock.functional.segments import segment_positions
-from jaxblock.models.cache import Cache, CachedCall, plan_call, read_cache, write_cache
+from jaxblock.models.cache import CachedCall, CacheT, plan_call, read_cache, write_cache
 from jaxblock.models.trunk import Trunk
 from jaxblock.modules import AttentionInputs, scaling
 from jaxblock.modules.kernel import kernel_init
 from jaxblock.types import Array
+
+
+class _Ran(NamedTuple):
+    """What a decoder has run through, up to its head."""
+
+    states_BTD: Array
+    readout: Readout
+    call: CachedCall | None
+    """How the cache is read; None without one."""
+    cache: Any
+    """The cache as it was read."""
+    written: dict[str, Any]
+    """The new keys and values."""
 
 
 class Decoder(Trunk):
@@ -39,8 +52,8 @@ class Decoder(Trunk):
         valid_BT: Array | None = None,
         segments_BT: Array | None = None,
         positions_BT: Array | None = None,
-        cache: Cache | None = None,
-    ) -> Array | tuple[Array, Cache]:
+        cache: CacheT | None = None,
+    ) -> Array | tuple[Array, CacheT]:
         """Return float32 logits, [B, T] -> [B, T, padded V]; with a cache, (logits, the cache after these tokens).
 
         Args:
@@ -59,11 +72,11 @@ class Decoder(Trunk):
           ValueError: more tokens than the learned position table has rows, a mask that is not boolean; with a cache:
             one of another model or batch, a full one, segments_BT or positions_BT.
         """
-        x_BTD, readout, call, written = self._run(tokens_BT, valid_BT, segments_BT, positions_BT, cache)
-        logits_BTV = read_out(x_BTD, readout)
-        if cache is None or call is None:
+        ran = self._run(tokens_BT, valid_BT, segments_BT, positions_BT, cache)
+        logits_BTV = read_out(ran.states_BTD, ran.readout)
+        if ran.cache is None or ran.call is None:
             return logits_BTV
-        return call.mark_refused(logits_BTV), write_cache(cache, call, written)
+        return ran.call.mark_refused(logits_BTV), write_cache(ran.cache, ran.call, ran.written)
 
     def before_head(
         self,
@@ -78,7 +91,8 @@ class Decoder(Trunk):
         For a loss that does not need all logits at once: `model.apply(variables, tokens_BT, method="before_head")`.
         Arguments and errors as above.
         """
-        return self._run(tokens_BT, valid_BT, segments_BT, positions_BT, None)[:2]
+        ran = self._run(tokens_BT, valid_BT, segments_BT, positions_BT, None)
+        return ran.states_BTD, ran.readout
 
     @nn.compact
     def _run(
@@ -87,12 +101,11 @@ class Decoder(Trunk):
         valid_BT: Array | None,
         segments_BT: Array | None,
         positions_BT: Array | None,
-        cache: Cache | None,
-    ) -> tuple[Array, Readout, CachedCall | None, dict[str, Any]]:
-        """Return the last states and the head; with a cache, also how it is read and the new keys and values."""
+        cache: CacheT | None,
+    ) -> "_Ran":
         chex.assert_rank(tokens_BT, 2)
         chex.assert_type(tokens_BT, int)
-        config, call = self.config, None
+        config, call, cached = self.config, None, None
         pattern = self._pattern(valid_BT=valid_BT, segments_BT=segments_BT)
         if cache is not None:
             if segments_BT is not None or positions_BT is not None:
@@ -100,6 +113,7 @@ class Decoder(Trunk):
                     "segments_BT and positions_BT do not go with a cache: each row is one document, read in order"
                 )
             call = plan_call(config, cache, tokens_BT, valid_BT)
+            cache, cached = read_cache(cache)
             positions_BT, pattern = call.positions_BT, call.seen(pattern)
         elif positions_BT is None:
             positions_BT = segment_positions(tokens_BT.shape[1], segments_BT)
@@ -107,9 +121,9 @@ class Decoder(Trunk):
             tokens_BT = jnp.where(valid_BT, tokens_BT, jnp.zeros_like(tokens_BT))
         x_BTD, embedding = self._embed(tokens_BT, positions_BT, limit=None if call is None else call.limit)
         attention = AttentionInputs(pattern, self._angles(positions_BT))
-        x_BTD, written = self._stack(x_BTD, attention, cached=None if cache is None else read_cache(cache))
+        x_BTD, written = self._stack(x_BTD, attention, cached=cached)
         readout = embedding.readout() if config.head == "tied" else Head(config, name="head")()
-        return x_BTD, readout, call, written
+        return _Ran(x_BTD, readout, call, cache, written)
 
 
 class Head(nn.Module):

@@ -1,11 +1,13 @@
 """Continue prompts: read them into a cache, then draw and read one token at a time.
 
-The loop of `generate` is one compiled program, and `stream` runs the same steps a few at a time. A token sees all
-that its row has read so far, as far as the cache holds it; how a full one goes on is written at `generate`.
+The loop of `generate` is one compiled program for each size of the cache, which grows with what has been read, and
+`stream` runs the same steps a few at a time. A token sees all that its row has read so far, as far as the cache holds
+it; how a full one goes on is written at `generate`.
 """
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 
 import chex
@@ -17,10 +19,12 @@ from jaxblock.contracts import check_integer
 from jaxblock.functional.sampling import SamplingRule, sample
 from jaxblock.models.cache import (
     Cache,
+    CacheT,
+    LayeredCache,
     cache_limit,
     check_cache,
     check_room,
-    init_cache,
+    empty_cache,
     is_known,
     spread_valid,
     widest_window,
@@ -30,6 +34,12 @@ from jaxblock.types import Array, Params
 
 PROMPT_CHUNK = 256
 """Most tokens `generate` and `stream` read at once: scores are [B, H, 256, S + 256], logits [B, 256, V]."""
+SLOTS = 128
+"""Slots of the smallest cache; when it is full the next one has twice as many. A token reads all slots, and every size
+is compiled for itself."""
+UNROLLED = 24
+"""Most blocks that are compiled one by one for the loop over tokens. In a scan over them each block's parameters and
+cache are copied out of their stack, token by token; deeper stacks are scanned, as compiling them would take longer."""
 PIECE = 8
 """Tokens that `stream` draws at once: few enough to follow, enough that calling the device costs little."""
 
@@ -110,8 +120,7 @@ def generate(
         return jnp.zeros((prompt_BT.shape[0], 0), jnp.int32)
     keys = jax.random.split(key, length)
     state, first_B = _start(model, params, prompt_BT, full_BT, keys[0], rule=rule)
-    limit = _limit_met(model, prompt_BT.shape[1] + length - 1)
-    _, rest_BT = _advance(model, params, state, keys[1:], rule=rule, limit=limit)
+    _, rest_BT = _continue(model, params, state, keys[1:], prompt_BT.shape[1], rule=rule)
     return jnp.concatenate([first_B[:, None], rest_BT], axis=1)
 
 
@@ -137,7 +146,7 @@ def stream(
 class _State(NamedTuple):
     """What the loop carries from token to token."""
 
-    cache: Cache
+    cache: LayeredCache
     recent_BR: Array
     """The last tokens of each row, newest last: the newest is drawn and not read yet."""
 
@@ -157,11 +166,11 @@ def _stream(
     keys = jax.random.split(key, length)
     state, first_B = _start(model, params, prompt_BT, valid_BT, keys[0], rule=rule)
     yield np.asarray(first_B)[:, None]
-    limit = _limit_met(model, prompt_BT.shape[1] + length - 1)
     for start in range(1, length, PIECE):
         # The last piece is drawn whole too, and cut: another length would be another program.
         indices = np.minimum(np.arange(start, start + PIECE), length - 1)
-        state, piece_BT = _advance(model, params, state, keys[indices], rule=rule, limit=limit)
+        read = prompt_BT.shape[1] + start - 1
+        state, piece_BT = _continue(model, params, state, keys[indices], read, rule=rule)
         yield np.asarray(piece_BT)[:, : length - start]
 
 
@@ -171,7 +180,7 @@ def _start(
 ) -> tuple[_State, Array]:
     """Read the prompts and draw each row's first token, [B]."""
     config = model.config
-    cache = init_cache(config, prompt_BT.shape[0], capacity=_capacity(model))
+    cache = empty_cache(config, prompt_BT.shape[0], _slots(model, prompt_BT.shape[1]))
     # Real tokens to the right, in their order, so that the last ones are at one place in every row.
     order_BT = jnp.argsort(valid_BT, axis=1, stable=True)
     prompt_BT = jnp.take_along_axis(prompt_BT.astype(jnp.int32), order_BT, axis=1)
@@ -181,45 +190,110 @@ def _start(
     logits_BV, cache = _read(model, params, prompt_BT[:, kept], valid_BT[:, kept], cache, chunk=PROMPT_CHUNK)
     token_B = sample(logits_BV[:, : config.vocab_size], key, rule)
     before_BR = jnp.pad(prompt_BT, ((0, 0), (count, 0)))[:, -count:]
-    return _State(cache, _appended(before_BR, token_B)), token_B
+    return _State(LayeredCache.of(cache), _appended(before_BR, token_B)), token_B
 
 
-@functools.partial(jax.jit, static_argnames=("model", "rule", "limit"))
-def _advance(
-    model: Decoder, params: Params, state: _State, keys: Array, *, rule: SamplingRule, limit: int | None
+def _continue(
+    model: Decoder, params: Params, state: _State, keys: Array, read: int, *, rule: SamplingRule
 ) -> tuple[_State, Array]:
     """Read the newest token and draw the next, once per key; return the drawn ones, [B, T].
 
-    limit: at how many tokens a row's cache is full; None where no row gets there.
+    read: how many tokens the longest row has read, or more.
     """
+    drawn_BT = jnp.zeros((state.recent_BR.shape[0], keys.shape[0]), jnp.int32)
+    whole, start, total = _capacity(model), 0, read + keys.shape[0]
+    limit = cache_limit(model.config, whole)
+    while start < keys.shape[0]:
+        slots = _slots(model, read + start + 1)
+        stop = keys.shape[0] if slots == whole else min(keys.shape[0], slots - read)
+        if slots > state.cache.slots:
+            state = _grow(state, slots)
+        state, drawn_BT = _advance(
+            model,
+            params,
+            state,
+            keys,
+            drawn_BT,
+            jnp.asarray([start, stop], jnp.int32),
+            rule=rule,
+            limit=limit if slots == whole and limit is not None and total > limit else None,
+        )
+        start = stop
+    return state, drawn_BT
 
-    def step(state: _State, key: Array) -> tuple[_State, Array]:
+
+@functools.partial(jax.jit, static_argnames="slots")
+def _grow(state: _State, slots: int) -> _State:
+    return state._replace(cache=state.cache.grown(slots))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "rule", "limit"), donate_argnames=("state", "drawn_BT"))
+def _advance(
+    model: Decoder,
+    params: Params,
+    state: _State,
+    keys: Array,
+    drawn_BT: Array,
+    part: Array,
+    *,
+    rule: SamplingRule,
+    limit: int | None,
+) -> tuple[_State, Array]:
+    """Read the newest token and draw the next, once per key of `part`: from its first to before its second index.
+
+    limit: at how many tokens a row's cache is full; None where no row gets there. Which keys are drawn with is no
+    constant of the program, so that one serves all prompts.
+    """
+    unrolled, whole = _unrolled(model, params)
+
+    def step(index: Array, carry: tuple[_State, Array]) -> tuple[_State, Array]:
+        state, drawn_BT = carry
         cache = state.cache if limit is None else _make_room(model, params, state, limit)
-        logits_BTV, cache = _apply(model, params, state.recent_BR[:, -1:], cache)
-        token_B = sample(logits_BTV[:, 0, : model.config.vocab_size], key, rule)
-        return _State(cache, _appended(state.recent_BR, token_B)), token_B
+        logits_BTV, cache = _apply(unrolled, whole(), state.recent_BR[:, -1:], cache)
+        token_B = sample(logits_BTV[:, 0, : model.config.vocab_size], keys[index], rule)
+        return _State(cache, _appended(state.recent_BR, token_B)), drawn_BT.at[:, index].set(token_B)
 
-    state, tokens_TB = jax.lax.scan(step, state, keys)
-    return state, tokens_TB.T
+    return jax.lax.fori_loop(part[0], part[1], step, (state, drawn_BT))
 
 
-def _make_room(model: Decoder, params: Params, state: _State, limit: int) -> Cache:
+def _unrolled(model: Decoder, params: Params) -> tuple[Decoder, Callable[[], Params]]:
+    """Return the model for the loop over tokens, and what gives its parameters inside the loop.
+
+    The blocks' parameters are cut apart out here, once, and put together again in there, where the compiler sees that
+    each slice of the stack is one of them, and copies nothing.
+    """
+    depth = model.config.depth
+    if depth > UNROLLED:
+        return model, lambda: params
+    apart = [jax.tree.map(lambda x, i=i: x[i], params["blocks"]) for i in range(depth)]
+
+    def whole() -> Params:
+        return {**params, "blocks": jax.tree.map(lambda *layers: jnp.stack(layers), *apart)}
+
+    return model.clone(execution=dataclasses.replace(model.execution, scan_unroll=depth)), whole
+
+
+def _make_room(model: Decoder, params: Params, state: _State, limit: int) -> LayeredCache:
     """Return the cache, in full rows a new one that has read all recent tokens but the newest."""
-    full_B = state.cache.lengths_B >= limit
+    full_B, cache = state.cache.lengths_B >= limit, state.cache.written()
 
-    def reread(cache: Cache) -> Cache:
-        fresh = init_cache(model.config, full_B.shape[0], capacity=_capacity(model))
+    def reread(cache: LayeredCache) -> LayeredCache:
+        empty = empty_cache(model.config, full_B.shape[0], cache.slots)
         old_BT = state.recent_BR[:, :-1]
         if old_BT.shape[1]:
-            _, fresh = _read(model, params, old_BT, jnp.ones(old_BT.shape, bool), fresh, chunk=PROMPT_CHUNK)
-        full_1B = full_B.reshape(1, -1, 1, 1, 1)
-        return Cache(
-            jnp.where(full_1B, fresh.keys_LBSGK, cache.keys_LBSGK),
-            jnp.where(full_1B, fresh.values_LBSGK, cache.values_LBSGK),
-            jnp.where(full_B, fresh.lengths_B, cache.lengths_B),
+            _, empty = _read(model, params, old_BT, jnp.ones(old_BT.shape, bool), empty, chunk=PROMPT_CHUNK)
+
+        def choose(fresh: Array, old: Array) -> Array:
+            return jnp.where(full_B.reshape(-1, *[1] * (old.ndim - 1)), fresh, old)
+
+        fresh = LayeredCache.of(empty)
+        return cache._replace(
+            keys_BGSK=jax.tree.map(choose, fresh.keys_BGSK, cache.keys_BGSK),
+            values_BGSK=jax.tree.map(choose, fresh.values_BGSK, cache.values_BGSK),
+            lengths_B=choose(fresh.lengths_B, cache.lengths_B),
         )
 
-    return jax.lax.cond(jnp.any(full_B), reread, lambda cache: cache, state.cache)
+    return jax.lax.cond(jnp.any(full_B), reread, lambda cache: cache, cache)
 
 
 _prefill = jax.jit(
@@ -261,11 +335,11 @@ def _read(
 
 
 def _apply(
-    model: Decoder, params: Params, tokens_BT: Array, cache: Cache, valid_BT: Array | None = None
-) -> tuple[Array, Cache]:
+    model: Decoder, params: Params, tokens_BT: Array, cache: CacheT, valid_BT: Array | None = None
+) -> tuple[Array, CacheT]:
     """Return the logits [B, T, padded V] and the cache after these tokens."""
     made = model.apply({"params": params}, tokens_BT, valid_BT=valid_BT, cache=cache)
-    return cast(tuple[Array, Cache], made)
+    return cast(tuple[Array, CacheT], made)
 
 
 def _check_prompt(prompt_BT: Array, valid_BT: Array | None, length: int, *, vocab_size: int) -> Array:
@@ -290,15 +364,17 @@ def _check_prompt(prompt_BT: Array, valid_BT: Array | None, length: int, *, voca
 
 
 def _capacity(model: Decoder) -> int:
-    """Return how many slots a continuation needs: the largest window where the cache can roll, or the context."""
+    """Return how many slots a continuation needs at most: the largest window where the cache rolls, or the context."""
     window = widest_window(model.config)
     return model.config.context if window is None else min(window, model.config.context)
 
 
-def _limit_met(model: Decoder, tokens: int) -> int | None:
-    """Return at how many tokens a row's cache is full; None where so many tokens fit."""
-    limit = cache_limit(model.config, _capacity(model))
-    return None if limit is None or tokens <= limit else limit
+def _slots(model: Decoder, tokens: int) -> int:
+    """Return the size of the cache for rows of so many tokens: the smallest that holds them, or the whole."""
+    whole, slots = _capacity(model), SLOTS
+    while slots < min(tokens, whole):
+        slots *= 2
+    return min(slots, whole)
 
 
 def _reread(model: Decoder) -> int:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxblock.config import ExecutionConfig, ModelConfig
 from jaxblock.functional.attention import ScoreRule, attention
+from jaxblock.functional.attention_cached import CachedKeys, attention_cached
 from jaxblock.functional.attention_health import attention_health, first_rows
 from jaxblock.functional.dense import dense
 from jaxblock.functional.masks import AttentionPattern
@@ -26,7 +27,7 @@ from jaxblock.modules.norm import Norm
 from jaxblock.types import Array, Views
 
 CACHE = "cache"
-"""The collection with this block's cached keys and values, [B, S, G, K]; decoding is on exactly where it is given."""
+"""The collection with this block's cached keys and values, [B, G, S, K]; decoding is on exactly where it is given."""
 WRITTEN = "written"
 """The collection to which attention then gives the new ones, [B, T, G, K]."""
 VALUES = "values"
@@ -68,7 +69,7 @@ class Attention(nn.Module):
     def __call__(self, x: Array | Views, inputs: AttentionInputs) -> Array:
         """Return attention's output, [B, T, D], or `Views` of that shape, -> [B, T, D] in x's dtype.
 
-        With a cache it runs by 'xla': one row of queries never makes a [T, T] array.
+        With a cache `execution.attention` is not asked: one row of queries never makes a [T, T] array.
         """
         config, kernel = self.config, functools.partial(Kernel, self.config, gain=self.gain)
         width, heads, kv_heads, head_dim = config.width, config.heads, config.num_kv_heads, config.head_dim
@@ -82,9 +83,7 @@ class Attention(nn.Module):
             q_BTHK = apply_rotary(q_BTHK, inputs.angles, convention=convention)
             k_BTGK = apply_rotary(k_BTGK, inputs.angles, convention=convention)
         v_BTGK = self._mix_values(v_BTGK, inputs.first)
-        cached = self.has_variable(CACHE, "keys")
-        if cached:
-            k_BTGK, v_BTGK = self._after_cached("keys", k_BTGK), self._after_cached("values", v_BTGK)
+        cached = self._cached(k_BTGK, v_BTGK)
         scores = ScoreRule(
             soft_cap=config.soft_cap,
             alibi_slopes_H=alibi_slopes(heads) if positions.name == "alibi" else None,
@@ -92,11 +91,13 @@ class Attention(nn.Module):
             dropout_key=site_key(self, config.attention_dropout),
         )
         if asked_for(self, HEALTH):
-            self._show_health(q_BTHK, k_BTGK, inputs.pattern, scores)
-        implementation = "xla" if cached else self.execution.attention
-        y_BTHK = attention(
-            q_BTHK, k_BTGK, v_BTGK, inputs.pattern, scores=scores, implementation=implementation
-        )
+            seen_BTGK = k_BTGK if cached is None else cached.followed_by(k_BTGK, v_BTGK)[0]
+            self._show_health(q_BTHK, seen_BTGK, inputs.pattern, scores)
+        given = (q_BTHK, k_BTGK, v_BTGK)
+        if cached is None:
+            y_BTHK = attention(*given, inputs.pattern, scores=scores, implementation=self.execution.attention)
+        else:
+            y_BTHK = attention_cached(*given, cached, inputs.pattern, scores=scores)
         if self.inner_norm:
             flat = y_BTHK.reshape(*y_BTHK.shape[:2], -1)
             y_BTHK = Norm(config, name="inner_norm")(flat).reshape(y_BTHK.shape)
@@ -130,7 +131,10 @@ class Attention(nn.Module):
         for name, value in health._asdict().items():
             self.put_variable(HEALTH, name, value)
 
-    def _after_cached(self, name: str, new_BTGK: Array) -> Array:
-        """Hand the new keys (or values) out, and return those of the cache followed by them."""
-        self.put_variable(WRITTEN, name, new_BTGK)
-        return jnp.concatenate([self.get_variable(CACHE, name), new_BTGK], axis=1)
+    def _cached(self, k_BTGK: Array, v_BTGK: Array) -> CachedKeys | None:
+        """Hand the new keys and values out, and return those of the cache; None where there is no cache."""
+        if not self.has_variable(CACHE, "keys"):
+            return None
+        self.put_variable(WRITTEN, "keys", k_BTGK)
+        self.put_variable(WRITTEN, "values", v_BTGK)
+        return CachedKeys(self.get_variable(CACHE, "keys"), self.get_variable(CACHE, "values"))

@@ -199,7 +199,7 @@ def test_bytes_of_a_tree_are_those_of_its_arrays():
 def test_the_cache_is_the_arrays_that_decoding_makes(changes, slots):
     model_config = config(**changes)
     cache = jax.eval_shape(lambda: init_cache(model_config, 2, capacity=slots))
-    assert kv_cache_bytes(model_config, 2, 8) == tree_bytes((cache.keys_LBSGK, cache.values_LBSGK))
+    assert kv_cache_bytes(model_config, 2, 8) == tree_bytes((cache.keys_LBGSK, cache.values_LBGSK))
     size = jnp.dtype(model_config.dtype).itemsize
     assert kv_cache_bytes(model_config, 2, 8) == 2 * 3 * 2 * slots * model_config.num_kv_heads * 4 * size
 

@@ -38,7 +38,7 @@ def fill(slots: int, calls: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @jax.jit
 def call(cache, lengths, valid, number):
-    slots, length = cache.shape[2], valid.shape[1]
+    slots, length = cache.shape[3], valid.shape[1]
     new = jnp.broadcast_to(number + 1.0 + jnp.arange(length)[None], valid.shape)
     targets = target_slots(token_positions(lengths, valid), valid, slots)
     lengths = lengths + valid.sum(1, dtype=jnp.int32)
@@ -48,12 +48,12 @@ def call(cache, lengths, valid, number):
 
 def cached(slots: int, calls: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return the same by the functions under test."""
-    lengths, cache, number = np.zeros(BATCH, np.int32), np.zeros((1, BATCH, slots, 1, 1), np.float32), 0
+    lengths, cache, number = np.zeros(BATCH, np.int32), np.zeros((1, BATCH, 1, slots, 1), np.float32), 0
     held = np.full((BATCH, slots), -1)
     for valid in calls:
         cache, lengths, held = call(cache, lengths, valid, np.float32(number))
         number += valid.shape[1]
-    return np.asarray(held), np.asarray(cache[0, :, :, 0, 0])
+    return np.asarray(held), np.asarray(cache[0, :, 0, :, 0])
 
 
 # Few shapes, since each is compiled; a shorter call is one with more padding.
@@ -87,11 +87,11 @@ def test_of_tokens_that_share_a_slot_the_last_is_written():
 
 
 def test_a_target_past_the_end_writes_nothing():
-    cache = draw(0, 2, 1, 3, 1, 2)
+    cache = draw(0, 2, 1, 1, 3, 2)
     new = draw(1, 2, 1, 2, 1, 2)
     written = write_slots(cache, new, jnp.asarray([[3, 1]]))
-    np.testing.assert_array_equal(written[:, :, 1], new[:, :, 1])
-    np.testing.assert_array_equal(written[:, :, jnp.asarray([0, 2])], cache[:, :, jnp.asarray([0, 2])])
+    np.testing.assert_array_equal(written[:, :, :, 1], new[:, :, 1])
+    np.testing.assert_array_equal(written[:, :, :, jnp.asarray([0, 2])], cache[:, :, :, jnp.asarray([0, 2])])
 
 
 def test_lengths_stay_int32_in_64_bit_mode():

@@ -156,7 +156,7 @@ def test_decoding_with_other_parts(changes):
 def test_decoding_in_bfloat16_keeps_its_cache_in_bfloat16():
     model_config = config(dtype="bfloat16", stream_dtype="bfloat16", positions="rope")
     cache = check_decoding(model_config, [3, 1, 1], tolerance={"rtol": 0.05, "atol": 0.1})
-    assert cache.keys_LBSGK.dtype == cache.values_LBSGK.dtype == jnp.bfloat16
+    assert cache.keys_LBGSK.dtype == cache.values_LBGSK.dtype == jnp.bfloat16
 
 
 # Lengths ---------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_b18_a_cache_rolls_rightly_when_it_reaches_the_window():
         got, after = call(cache, tokens_BT[:, t : t + 1])
         np.testing.assert_allclose(got[:, 0], want[:, t], **TIGHT, err_msg=f"{t + 1} tokens")
         if t >= 7:  # rolled by one slot, it is another row
-            rolled = cache._replace(values_LBSGK=jnp.roll(cache.values_LBSGK, 1, axis=2))
+            rolled = cache._replace(values_LBGSK=jnp.roll(cache.values_LBGSK, 1, axis=3))
             wrong, _ = call(rolled, tokens_BT[:, t : t + 1])
             assert not np.allclose(wrong[:, 0], want[:, t], atol=1e-3)
         cache = after
@@ -290,9 +290,9 @@ def test_b19_b88_the_ninth_token_of_eight_is_refused(case):
     logits, after = call(cache, tokens_BT[:, 8:9])
     assert np.isnan(logits[0]).all()
     assert np.isfinite(logits[1]).all()
-    np.testing.assert_array_equal(after.keys_LBSGK[:, 0], cache.keys_LBSGK[:, 0])
-    np.testing.assert_array_equal(after.values_LBSGK[:, 0], cache.values_LBSGK[:, 0])
-    assert np.abs(after.keys_LBSGK[:, 1] - cache.keys_LBSGK[:, 1]).max() > 1e-3
+    np.testing.assert_array_equal(after.keys_LBGSK[:, 0], cache.keys_LBGSK[:, 0])
+    np.testing.assert_array_equal(after.values_LBGSK[:, 0], cache.values_LBGSK[:, 0])
+    assert np.abs(after.keys_LBGSK[:, 1] - cache.keys_LBGSK[:, 1]).max() > 1e-3
     assert np.asarray(after.lengths_B).tolist() == [8, 7]
 
 
@@ -373,7 +373,7 @@ def test_decoding_under_vmap_is_each_model_alone(residual):
     want, want_cache = call(cache, tokens(2, 1, seed=1))
     np.testing.assert_allclose(got[0], want, **TIGHT)
     assert not np.allclose(got[1], want, atol=1e-2)
-    np.testing.assert_allclose(after.keys_LBSGK[0], want_cache.keys_LBSGK, **TIGHT)
+    np.testing.assert_allclose(after.keys_LBGSK[0], want_cache.keys_LBGSK, **TIGHT)
 
 
 def test_a_cached_call_gives_its_intermediates_too():
@@ -385,7 +385,7 @@ def test_a_cached_call_gives_its_intermediates_too():
 
     (logits, cache), collected = jax.eval_shape(call, init_cache(model_config, 2))
     assert logits.shape == (2, 3, 11)
-    assert cache.keys_LBSGK.shape == (2, 2, 8, 2, 4)
+    assert cache.keys_LBGSK.shape == (2, 2, 2, 8, 4)
     assert collected["intermediates"]["blocks"]["resid_pre"].shape == (2, 2, 3, 8)
     assert set(collected["intermediates"]["blocks"]) == {
         *("resid_pre", "resid_mid", "resid_post"),
@@ -462,10 +462,10 @@ def test_the_memory_of_prefill_in_chunks_does_not_grow_with_the_prompt():
 def test_a_cache_has_the_models_sizes():
     model_config = config(heads=4, kv_heads=2, dtype="bfloat16", positions="rope")
     cache = init_cache(model_config, 5)
-    assert cache.keys_LBSGK.shape == cache.values_LBSGK.shape == (2, 5, 8, 2, 2)
-    assert cache.keys_LBSGK.dtype == jnp.bfloat16
+    assert cache.keys_LBGSK.shape == cache.values_LBGSK.shape == (2, 5, 2, 8, 2)
+    assert cache.keys_LBGSK.dtype == jnp.bfloat16
     assert cache.lengths_B.tolist() == [0] * 5
-    assert init_cache(model_config, 5, capacity=20).keys_LBSGK.shape == (2, 5, 20, 2, 2)
+    assert init_cache(model_config, 5, capacity=20).keys_LBGSK.shape == (2, 5, 2, 20, 2)
     assert isinstance(cache, Cache)
 
 
@@ -517,12 +517,12 @@ EMPTY = init_cache(config(), 2)
     ("given", "words"),
     [
         ({"cache": 3}, "cache is a int; it must be a jaxblock.models.Cache"),
-        ({"cache": init_cache(config(), 3)}, r"cache.keys_LBSGK is float32\[2, 3, 8, 2, 4\]; .* batch of 2"),
+        ({"cache": init_cache(config(), 3)}, r"cache.keys_LBGSK is float32\[2, 3, 2, 8, 4\]; .* batch of 2"),
         (
             {"cache": init_cache(config(depth=3), 2)},
-            r"cache.keys_LBSGK is float32\[3, 2, 8, 2, 4\]; .*float32\[2, 2",
+            r"cache.keys_LBGSK is float32\[3, 2, 2, 8, 4\]; .*float32\[2, 2",
         ),
-        ({"cache": init_cache(config(dtype="bfloat16"), 2)}, "cache.keys_LBSGK is bfloat16"),
+        ({"cache": init_cache(config(dtype="bfloat16"), 2)}, "cache.keys_LBGSK is bfloat16"),
         ({"cache": EMPTY._replace(lengths_B=jnp.zeros(2))}, r"cache.lengths_B is float32\[2\]; .*int32\[2\]"),
         ({"segments_BT": jnp.zeros((2, 3), int)}, "segments_BT and positions_BT do not go with a cache"),
         ({"positions_BT": jnp.zeros((2, 3), int)}, "segments_BT and positions_BT do not go with a cache"),

@@ -1,6 +1,7 @@
 """Continuations: token for token what full forwards draw, however a row is padded, and however long it gets."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import pytest
 
 from jaxblock import generate, init_cache, prefill, stream
 from jaxblock.functional import SamplingRule, sample
-from jaxblock.models.generation import PIECE
+from jaxblock.models.cache import LayeredCache
+from jaxblock.models.generation import PIECE, SLOTS, _slots, _unrolled
 from tests.small import built, config, tokens
 
 GREEDY, FREE = SamplingRule(temperature=0.0), SamplingRule()
@@ -122,6 +124,60 @@ def test_a_rolling_cache_reads_nothing_twice_however_long_it_gets():
     got = continued(ROLLING, prompt_BT, 9)
     assert got.tolist() == [continuation(ROLLING, list(row), 9) for row in prompt_BT]
     assert len(np.unique(got)) > 4
+
+
+def test_a_cache_grows_and_loses_nothing():
+    """Two rows of which one reaches the smallest cache's end, and both then go on in the whole."""
+    model_config = config(context=SLOTS + 9, positions="rope", **FEW)
+    prompt_BT = np.asarray(tokens(2, SLOTS - 3, seed=6))
+    valid_BT = np.arange(SLOTS - 3)[None] >= np.asarray([[0], [5]])
+    got = continued(model_config, prompt_BT, 7, valid_BT=valid_BT)
+    assert got.tolist() == [
+        continuation(model_config, list(row[valid]), 7)
+        for row, valid in zip(prompt_BT, valid_BT, strict=True)
+    ]
+    sizes = [_slots(model_of(model_config)[0], read) for read in (1, SLOTS, SLOTS + 1, SLOTS + 9, 999)]
+    assert sizes == [SLOTS, SLOTS, SLOTS + 9, SLOTS + 9, SLOTS + 9]
+
+
+def test_the_newest_token_waits_and_is_written_before_the_cache_grows():
+    model, params = model_of(LEARNED)
+    _, cache = prefill(model, params, PROMPT_BT, init_cache(LEARNED, 2, capacity=4))
+    token_B1, apply = tokens(2, 1), jax.jit(lambda *x: model.apply({"params": params}, x[0], cache=x[1]))
+    _, layered = apply(token_B1, LayeredCache.of(cache))
+    _, stacked = apply(token_B1, cache)
+    grown = layered.grown(6)
+    assert grown.slots == 6
+    np.testing.assert_array_equal(jnp.stack(grown.keys_BGSK)[:, :, :, :4], stacked.keys_LBGSK)
+    np.testing.assert_array_equal(jnp.stack(grown.values_BGSK)[:, :, :, :4], stacked.values_LBGSK)
+    assert not np.any(jnp.stack(grown.keys_BGSK)[:, :, :, 4:])
+    assert not np.array_equal(jnp.stack(layered.keys_BGSK), stacked.keys_LBGSK)  # until then it is not there
+    # Written once more, nothing changes: none is left.
+    np.testing.assert_array_equal(grown.written().values_BGSK[0], grown.values_BGSK[0])
+
+
+def test_the_loop_over_tokens_copies_neither_cache_nor_parameters():
+    """Counted in the compiled text; the control, a stacked cache that is written after it was read, is copied."""
+    model_config = config(context=40, positions="rope", **{**FEW, "depth": 2})
+    model, params = built(model_config)
+    cache = init_cache(model_config, 2)
+    layered, token_B1 = LayeredCache.of(cache), jnp.zeros((2, 1), jnp.int32)
+
+    def copies(carry, shape) -> int:
+        unrolled, whole = _unrolled(model, params)
+
+        def step(_, carry):
+            logits_BTV, cache = unrolled.apply({"params": whole()}, *carry[:1], cache=carry[1])
+            return jnp.argmax(logits_BTV, -1).astype(jnp.int32), cache
+
+        loop = jax.jit(lambda carry: jax.lax.fori_loop(0, 9, step, carry))
+        text = loop.lower(carry).compile().as_text()
+        body = text[: text.index("ENTRY")]
+        return len(re.findall(rf" = f32\[{','.join(map(str, shape))}\]\S* copy\(", body))
+
+    shape = layered.keys_BGSK[0].shape
+    assert copies((token_B1, layered), shape) == copies((token_B1, layered), (1, *shape)) == 0
+    assert copies((token_B1, cache), cache.keys_LBGSK.shape) > 0
 
 
 @pytest.mark.full
