@@ -8,7 +8,7 @@ copied. The cache's layout has the axes of a batched product in front, so that i
 Axes of this file: S slots, J = R * Q the queries of all heads of a group, end to end.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import chex
 import jax
@@ -63,8 +63,10 @@ def attention_cached(
     groups, slots = cached.keys_BGSK.shape[1:3]
     chex.assert_shape([*cached], (batch, groups, slots, width))
     keys = slots + k_BTGK.shape[1]
-    whole = (jax.ShapeDtypeStruct((batch, keys, groups, width), x.dtype) for x in cached)
-    check_attention(q_BQHK, *whole, pattern, scores)
+    k_whole, v_whole = (
+        cast(Array, jax.ShapeDtypeStruct((batch, keys, groups, width), x.dtype)) for x in cached
+    )
+    check_attention(q_BQHK, k_whole, v_whole, pattern, scores)
     for x in (k_BTGK, v_BTGK):
         chex.assert_shape(x, (batch, keys - slots, groups, width))
         chex.assert_type(x, q_BQHK.dtype)
