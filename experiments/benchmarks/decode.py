@@ -8,7 +8,9 @@ its standard input to decode once. They take turns, and every second round begin
 machine is noisy for both; a round gives one ratio. What compiles does so before the first round. Printed, and with
 --json as one line, are the medians of seconds and of ratios, and quartiles over rounds; above 1, ours is the faster.
 
-Expected on two CPU cores: a ratio of at least 2 with a batch of 1 and of 16. Without transformers, ours runs alone.
+The aim on two CPU cores: a ratio of at least 2 with a batch of 1 and of 16. Run it on a machine that does nothing else:
+where cores are busy, torch's threads wait for each other, and its seconds say little. Without transformers, ours runs
+alone.
 """
 
 import argparse

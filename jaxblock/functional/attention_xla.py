@@ -38,13 +38,11 @@ def attention_xla(
 ) -> Array:
     """Return what `attention` returns, with every order of derivative, in memory of the scores that are made.
 
-    chunk: queries of a chunk; left out, CHUNK, or more where there would be more than MOST_CHUNKS. Dropout folds its
-    key with the number of the chunk. Raises as `attention` does, and ValueError for a chunk below 1.
+    chunk: queries of a chunk; left out, `chunk_size`. Dropout folds its key with the number of the chunk. Raises as `attention` does, and ValueError for a chunk below 1.
     """
     check_attention(q_BQHK, k_BTGK, v_BTGK, pattern, scores)
     queries, keys = q_BQHK.shape[1], k_BTGK.shape[1]
-    if chunk is None:
-        chunk = max(CHUNK, -(-queries // MOST_CHUNKS))
+    chunk = chunk_size(queries) if chunk is None else chunk
     check_integer("chunk", chunk, least=1)
     parts = chunk_ranges(pattern, queries, keys, chunk)
     if len(parts) == 1:
@@ -65,6 +63,11 @@ def attention_xla(
             )
         )
     return jnp.concatenate(chunks, axis=1)
+
+
+def chunk_size(queries: int) -> int:
+    """Return how many queries a chunk has: CHUNK, or more where there would be more than MOST_CHUNKS."""
+    return max(CHUNK, -(-queries // MOST_CHUNKS))
 
 
 def chunk_ranges(

@@ -203,7 +203,7 @@ def dropout_keys(monkeypatch, **rates) -> dict[tuple[str, int], bytes]:
             drawn[place] = jax.random.key_data(key)
         return dropout(x, rate, key)
 
-    for module in ("jaxblock.functional.attention", "jaxblock.modules.dropout"):
+    for module in ("jaxblock.functional.attention_xla", "jaxblock.modules.dropout"):
         monkeypatch.setattr(sys.modules[module], "dropout", spied)
 
     def run(x_BTD):

@@ -199,7 +199,7 @@ def test_s2_22_post_norm_has_no_final_norm_and_needs_none():
 # ------------------------------------------------------------------ six stages, six lines
 
 
-SIGNS = {"rsqrt": "norm", "exp": "attention", "erfc": "feed_forward"}
+SIGNS = {"rsqrt": "norm", "exp": "attention", "erf": "feed_forward"}
 """The primitive that each stage alone has: an inverse root, the softmax, the exact GELU."""
 
 

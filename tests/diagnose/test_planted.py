@@ -192,7 +192,12 @@ RULES = {
 }
 
 
-SLOW = ("a skip without gradient", "decay on tables")
+SLOW = (
+    "a skip without gradient",
+    "decay on tables",
+    "second norm after the add",
+    "one skip missing",
+)
 """Caught by the line, and by the code, that catches another one by default."""
 
 

@@ -13,6 +13,8 @@ from jaxblock import Decoder, ExecutionConfig, ModelConfig
 from jaxblock.residual import PreNorm, Topology, residual
 from tests.small import CONNECTIONS, config, tokens
 
+FEW = ("pre_norm", "post_norm", "layer_norm_scaling", "dense_former", "hyper_connections", "ngpt")
+"""Checked by default: the placements, a float32 factor, a history, several streams, a projection."""
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 8)), jnp.float32)
 
 
@@ -154,7 +156,9 @@ def test_b34_every_block_is_entered_in_the_streams_dtype(stream, compute, unroll
     assert logits == "float32"
 
 
-@pytest.mark.parametrize("name", CONNECTIONS)
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in CONNECTIONS]
+)
 @pytest.mark.parametrize("wiring", ["serial", pytest.param("parallel", marks=pytest.mark.full)])
 def test_b34_holds_for_every_connection(name, wiring):
     """By abstract evaluation: a stream whose dtype changed would not pass the scan, nor the combinator."""
