@@ -38,7 +38,8 @@ def attention_xla(
 ) -> Array:
     """Return what `attention` returns, with every order of derivative, in memory of the scores that are made.
 
-    chunk: queries of a chunk; left out, `chunk_size`. Dropout folds its key with the number of the chunk. Raises as `attention` does, and ValueError for a chunk below 1.
+    chunk: queries of a chunk; left out, `chunk_size`. Dropout folds its key with the number of the chunk. Raises as
+    `attention` does, and ValueError for a chunk below 1.
     """
     check_attention(q_BQHK, k_BTGK, v_BTGK, pattern, scores)
     queries, keys = q_BQHK.shape[1], k_BTGK.shape[1]
