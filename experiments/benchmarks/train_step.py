@@ -74,8 +74,9 @@ def main() -> None:
     found = record(sizes, rows, outcome, names, {one.name: settings[one.options["residual"]] for one in mine})
     print(json.dumps(found) if arguments.json else text(found, rows))
     if arguments.figure:
-        best_s = found["ceiling_gflops"] and sizes.flops / found["ceiling_gflops"] / 1e9
-        draw_times(rows, arguments.figure, title=f"one training step: {sizes.words()}", ceiling_s=best_s)
+        rate = found["ceiling_gflops"]
+        line = (sizes.flops / rate / 1e9, "best matrix-product rate") if rate else None
+        draw_times(rows, arguments.figure, title=f"one training step: {sizes.words()}", line=line)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
