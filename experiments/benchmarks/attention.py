@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from experiments.benchmarks.arguments import Help, figure_path, positive
 from experiments.benchmarks.contest import tell, turn_order
 from experiments.benchmarks.summary import Row, ratio_words, summarise, table
 from jaxblock.functional import attention
@@ -75,24 +76,21 @@ def main() -> None:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--lengths", type=positive, nargs="+", default=list(LENGTHS), help="of a sequence")
     parser.add_argument(
-        "--tokens", type=int, default=2048, help="of a batch, whatever the length; at least one row"
+        "--tokens", type=positive, default=2048, help="of a batch, whatever the length; at least one row"
     )
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=3, help="calls of a turn")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--figure", type=Path, help="where to draw times and temporaries")
-    arguments = parser.parse_args(words)
-    if min(arguments.rounds, arguments.steps) < 1:
-        parser.error("--rounds and --steps must be at least 1")
-    return arguments
+    parser.add_argument("--heads", type=positive, default=4, help="of queries, keys and values")
+    parser.add_argument("--head-size", type=positive, default=64, help="width of a head")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of all arrays"
+    )
+    parser.add_argument("--rounds", type=positive, default=15, help="turns that count")
+    parser.add_argument("--steps", type=positive, default=3, help="calls of a turn")
+    parser.add_argument("--json", action="store_true", help="one line of JSON in place of the table")
+    parser.add_argument("--figure", type=figure_path, help="where to draw times and temporaries")
+    return parser.parse_args(words)
 
 
 def contenders(*, causal: bool) -> dict[str, Callable[..., jax.Array]]:

@@ -28,10 +28,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from experiments.benchmarks.arguments import Help, figure_path, positive
 from experiments.benchmarks.contest import tell, turn_order
 from experiments.benchmarks.peers.ours import Built, build
 from experiments.benchmarks.sizes import Sizes
 from experiments.benchmarks.summary import ratio_of, ratio_words, spread_of, table
+from jaxblock.config import REMAT_POLICIES
+from jaxblock.functional.attention import IMPLEMENTATIONS
 
 DEPTHS = (4, 6, 12, 24, 48, 96)
 
@@ -106,31 +109,29 @@ def main() -> None:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--depths", type=int, nargs="+", default=list(DEPTHS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--depths", type=positive, nargs="+", default=list(DEPTHS), help="in blocks")
     parser.add_argument("--scan-unroll", nargs="+", default=["1"], help='numbers, or "depth"')
-    parser.add_argument("--remat", nargs="+", default=["none", "full"])
-    parser.add_argument("--residual", default="pre_norm")
-    parser.add_argument("--attention", default="xla")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=256)
-    parser.add_argument("--compiles", type=int, default=5, help="compilations of each depth")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of steps")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--figure", type=Path, help="where to draw the costs")
+    parser.add_argument(
+        "--remat", nargs="+", choices=REMAT_POLICIES, default=["none", "full"], help="what is recomputed"
+    )
+    parser.add_argument("--residual", default="pre_norm", help="a connection, as in a config")
+    parser.add_argument("--attention", choices=IMPLEMENTATIONS, default="xla", help="implementation")
+    parser.add_argument("--width", type=positive, default=64, help="of the stream")
+    parser.add_argument("--heads", type=positive, default=2, help="of attention")
+    parser.add_argument("--seq", type=positive, default=128, help="positions of a row")
+    parser.add_argument("--batch", type=positive, default=4, help="rows")
+    parser.add_argument("--vocab", type=positive, default=256, help="tokens there are")
+    parser.add_argument("--compiles", type=positive, default=5, help="compilations of each depth")
+    parser.add_argument("--rounds", type=positive, default=15, help="turns of steps")
+    parser.add_argument("--steps", type=positive, default=3, help="steps of a turn")
+    parser.add_argument("--json", action="store_true", help="one line of JSON in place of the table")
+    parser.add_argument("--figure", type=figure_path, help="where to draw the costs")
     arguments = parser.parse_args(words)
     arguments.depths = sorted(set(arguments.depths))
     for one in arguments.scan_unroll:
-        if one != "depth" and not one.isdigit():
-            parser.error(f'--scan-unroll is {one!r}; it must be a number or "depth"')
-    if min(arguments.compiles, arguments.rounds, arguments.steps) < 1:
-        parser.error("--compiles, --rounds and --steps must be at least 1")
+        if one != "depth" and not (one.isdigit() and int(one)):
+            parser.error(f'--scan-unroll is {one!r}; it must be a whole number of at least 1, or "depth"')
     return arguments
 
 

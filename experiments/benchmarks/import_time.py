@@ -18,8 +18,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from experiments.benchmarks.arguments import Help, figure_path, positive
 from experiments.benchmarks.contest import ROOT, turn_order
 from experiments.benchmarks.summary import Row, draw_times, ratio_words, summarise, table
 
@@ -31,12 +31,10 @@ SHOWN = 8
 
 def main() -> None:
     """Print the table, or one line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--figure", type=Path, help="where to draw the times")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--rounds", type=positive, default=20, help="turns that count")
+    parser.add_argument("--json", action="store_true", help="one line of JSON in place of the table")
+    parser.add_argument("--figure", type=figure_path, help="where to draw the times")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}

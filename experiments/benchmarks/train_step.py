@@ -20,11 +20,11 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.benchmarks.arguments import Help, figure_path, positive
 from experiments.benchmarks.contest import Contender, Outcome, contest, jax_platform
 from experiments.benchmarks.sizes import PRESETS, Sizes
 from experiments.benchmarks.summary import Row, draw_times, fastest_peer, ratio_words, summarise, table
@@ -81,17 +81,17 @@ def main() -> None:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument(
         "--preset", choices=PRESETS, default="small", help="sizes; those below replace its own"
     )
     for field in dataclasses.fields(Sizes):
-        parser.add_argument(f"--{field.name}", type=type(field.default))
+        if field.name != "dtype":
+            parser.add_argument(f"--{field.name}", type=positive, help="default: the preset's")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the preset's")
     parser.add_argument("--residual", action="append", help="a connection, as in a config; again for another")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
+    parser.add_argument("--rounds", type=positive, default=15, help="turns that count")
+    parser.add_argument("--steps", type=positive, default=3, help="steps of a turn")
     parser.add_argument("--scan-unroll", type=int, default=1)
     parser.add_argument("--remat", default="none")
     parser.add_argument("--attention", default="xla")
@@ -100,12 +100,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--best", action="store_true", help="try a few settings of the three first, keep the fastest"
     )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--figure", type=Path, help="where to draw the times")
+    parser.add_argument("--json", action="store_true", help="one line of JSON in place of the table")
+    parser.add_argument("--figure", type=figure_path, help="where to draw the times")
     arguments = parser.parse_args(words)
     arguments.residual = list(dict.fromkeys(arguments.residual or ["pre_norm"]))
-    if min(arguments.rounds, arguments.steps) < 1:
-        parser.error("--rounds and --steps must be at least 1")
     return arguments
 
 
