@@ -71,7 +71,7 @@ def main() -> None:
     ]
     print(json.dumps(record(arguments, results)) if arguments.json else text(arguments, results))
     if arguments.figure:
-        draw(results, arguments.figure)
+        draw(arguments, results, arguments.figure)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -211,12 +211,17 @@ def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
     return groups
 
 
-def draw(results: Sequence[Result], path: Path) -> None:
+def draw(arguments: argparse.Namespace, results: Sequence[Result], path: Path) -> None:
     """Draw times above and temporaries below, a column per mask and pass, a line per implementation."""
     from matplotlib.figure import Figure
 
     groups = grouped(results)
     figure = Figure(figsize=(3.2 * len(groups), 5.5), layout="constrained")
+    figure.suptitle(
+        f"{arguments.tokens} tokens a batch (rows = tokens / length), {arguments.heads} heads of "
+        f"{arguments.head_size}, {arguments.dtype}",
+        fontsize=10,
+    )
     panels = figure.subplots(2, len(groups), sharex=True, squeeze=False)
     for column, (kind, group) in enumerate(groups.items()):
         lines: dict[str, list[tuple[int, float, float]]] = {}
@@ -224,11 +229,19 @@ def draw(results: Sequence[Result], path: Path) -> None:
             for row in result.rows:
                 point = (result.length, 1e3 * row.seconds.median, result.temporaries[row.name] / 2**20)
                 lines.setdefault(row.name, []).append(point)
-        for name, points in lines.items():
+        for place, (name, points) in enumerate(lines.items()):
+            # Hollow marks of sizes that shrink and lines that thin: one that lies on another is seen inside it.
+            mark: dict[str, Any] = {
+                "marker": "osD^v"[place % 5],
+                "markersize": max(3, 11 - 2.5 * place),
+                "linewidth": max(0.8, 3 - 0.7 * place),
+                "fillstyle": "none",
+                "linestyle": ":" if name == REFERENCE else "-",
+                "color": "black" if name == REFERENCE else f"C{place}",
+            }
             lengths, times, sizes = zip(*points, strict=True)
-            style = "k:" if name == REFERENCE else "o-"
-            panels[0, column].plot(lengths, times, style, label=name)
-            panels[1, column].plot(lengths, sizes, style, label=name)
+            panels[0, column].plot(lengths, times, label=name, **mark)
+            panels[1, column].plot(lengths, sizes, label=name, **mark)
         panels[0, column].set(title=kind, yscale="log")
         panels[1, column].set(xlabel="length", xscale="log")
         panels[1, column].set_xticks([result.length for result in group], [str(one.length) for one in group])

@@ -54,6 +54,10 @@ def main() -> None:
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sizes = Sizes(*(getattr(arguments, name) for name in Sizes._fields))
+    if sizes.prompt + sizes.length > sizes.context:
+        parser.error(
+            f"--prompt {sizes.prompt} and --length {sizes.length} do not fit in --context {sizes.context}"
+        )
     if arguments.worker is not None:
         work(arguments.worker, sizes, arguments.batch[0])
         return
@@ -232,7 +236,11 @@ def draw(names: tuple[str, ...], seconds: dict[int, np.ndarray], sizes: Sizes, p
         axes.bar(at, middle, 0.38, yerr=(middle - low, high - middle), capsize=3, label=label)
     axes.set_xticks(places, [str(batch) for batch in seconds])
     axes.set(xlabel="rows decoded at once", ylabel="new tokens per second")
-    axes.set_title(f"{sizes.length} new tokens, depth {sizes.depth}, width {sizes.width}", fontsize=10)
+    axes.set_title(
+        f"prompt {sizes.prompt}, {sizes.length} new tokens, depth {sizes.depth}, width {sizes.width}, "
+        f"{sizes.heads} heads, float32",
+        fontsize=9,
+    )
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -104,7 +104,7 @@ def main() -> None:
     checks = {arm: checks_of(arm, by_depth, sizes) for arm, by_depth in costs.items()}
     print(json.dumps(record(sizes, costs, checks)) if arguments.json else text(sizes, costs, checks))
     if arguments.figure:
-        draw(costs, arguments.figure)
+        draw(sizes, costs, arguments.figure)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -283,12 +283,18 @@ def text(sizes: Sizes, costs: Mapping[Arm, Mapping[int, Cost]], checks: Mapping[
     return "\n".join(words)
 
 
-def draw(costs: Mapping[Arm, Mapping[int, Cost]], path: Path) -> None:
+def draw(sizes: Sizes, costs: Mapping[Arm, Mapping[int, Cost]], path: Path) -> None:
     """Draw the four costs against depth, a line an arm."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6.5), layout="constrained")
+    figure.suptitle(
+        f"width {sizes.width}, {sizes.heads} heads, batch {sizes.batch} x {sizes.seq}, vocabulary {sizes.vocab}, "
+        f"{sizes.dtype}",
+        fontsize=10,
+    )
     panels = figure.subplots(2, 2).ravel()
+    measured = sorted({depth for by_depth in costs.values() for depth in by_depth})
     titles = ("lowered text, KB", "compilation, s", "step per block, ms", "gradient temporaries, MB")
     for arm, by_depth in costs.items():
         depths = list(by_depth)
@@ -302,7 +308,7 @@ def draw(costs: Mapping[Arm, Mapping[int, Cost]], path: Path) -> None:
             axes.plot(depths, values, marker="o", label=arm.words())
     for axes, title in zip(panels, titles, strict=True):
         axes.set(xscale="log", title=title, xlabel="blocks", ylim=(0, 1.1 * axes.dataLim.ymax))
-        axes.set_xticks(DEPTHS, [str(depth) for depth in DEPTHS])
+        axes.set_xticks(measured, [str(depth) for depth in measured])
         axes.minorticks_off()
     panels[0].legend(fontsize=8)
     figure.savefig(path, dpi=150)
