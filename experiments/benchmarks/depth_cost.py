@@ -146,6 +146,7 @@ def measure(sizes: Sizes, arm: Arm, arguments: argparse.Namespace) -> dict[int, 
             "scan_unroll": arm.unroll(depth),
             "remat": arm.remat,
             "attention": arguments.attention,
+            "loss": "whole",
         }
         return build(options)
 
