@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from experiments.benchmarks.arguments import Help, figure_path, positive
 from experiments.benchmarks.contest import tell, turn_order
 from experiments.benchmarks.summary import Row, ratio_words, summarise, table
 from jaxblock.functional import attention
@@ -70,29 +71,26 @@ def main() -> None:
     ]
     print(json.dumps(record(arguments, results)) if arguments.json else text(arguments, results))
     if arguments.figure:
-        draw(results, arguments.figure)
+        draw(arguments, results, arguments.figure)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--lengths", type=positive, nargs="+", default=list(LENGTHS), help="of a sequence")
     parser.add_argument(
-        "--tokens", type=int, default=2048, help="of a batch, whatever the length; at least one row"
+        "--tokens", type=positive, default=2048, help="of a batch, whatever the length; at least one row"
     )
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=3, help="calls of a turn")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--figure", type=Path, help="where to draw times and temporaries")
-    arguments = parser.parse_args(words)
-    if min(arguments.rounds, arguments.steps) < 1:
-        parser.error("--rounds and --steps must be at least 1")
-    return arguments
+    parser.add_argument("--heads", type=positive, default=4, help="of queries, keys and values")
+    parser.add_argument("--head-size", type=positive, default=64, help="width of a head")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of all arrays"
+    )
+    parser.add_argument("--rounds", type=positive, default=15, help="turns that count")
+    parser.add_argument("--steps", type=positive, default=3, help="calls of a turn")
+    parser.add_argument("--json", action="store_true", help="one line of JSON in place of the table")
+    parser.add_argument("--figure", type=figure_path, help="where to draw times and temporaries")
+    return parser.parse_args(words)
 
 
 def contenders(*, causal: bool) -> dict[str, Callable[..., jax.Array]]:
@@ -213,12 +211,17 @@ def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
     return groups
 
 
-def draw(results: Sequence[Result], path: Path) -> None:
+def draw(arguments: argparse.Namespace, results: Sequence[Result], path: Path) -> None:
     """Draw times above and temporaries below, a column per mask and pass, a line per implementation."""
     from matplotlib.figure import Figure
 
     groups = grouped(results)
     figure = Figure(figsize=(3.2 * len(groups), 5.5), layout="constrained")
+    figure.suptitle(
+        f"{arguments.tokens} tokens a batch (rows = tokens / length), {arguments.heads} heads of "
+        f"{arguments.head_size}, {arguments.dtype}",
+        fontsize=10,
+    )
     panels = figure.subplots(2, len(groups), sharex=True, squeeze=False)
     for column, (kind, group) in enumerate(groups.items()):
         lines: dict[str, list[tuple[int, float, float]]] = {}
@@ -226,11 +229,19 @@ def draw(results: Sequence[Result], path: Path) -> None:
             for row in result.rows:
                 point = (result.length, 1e3 * row.seconds.median, result.temporaries[row.name] / 2**20)
                 lines.setdefault(row.name, []).append(point)
-        for name, points in lines.items():
+        for place, (name, points) in enumerate(lines.items()):
+            # Hollow marks of sizes that shrink and lines that thin: one that lies on another is seen inside it.
+            mark: dict[str, Any] = {
+                "marker": "osD^v"[place % 5],
+                "markersize": max(3, 11 - 2.5 * place),
+                "linewidth": max(0.8, 3 - 0.7 * place),
+                "fillstyle": "none",
+                "linestyle": ":" if name == REFERENCE else "-",
+                "color": "black" if name == REFERENCE else f"C{place}",
+            }
             lengths, times, sizes = zip(*points, strict=True)
-            style = "k:" if name == REFERENCE else "o-"
-            panels[0, column].plot(lengths, times, style, label=name)
-            panels[1, column].plot(lengths, sizes, style, label=name)
+            panels[0, column].plot(lengths, times, label=name, **mark)
+            panels[1, column].plot(lengths, sizes, label=name, **mark)
         panels[0, column].set(title=kind, yscale="log")
         panels[1, column].set(xlabel="length", xscale="log")
         panels[1, column].set_xticks([result.length for result in group], [str(one.length) for one in group])

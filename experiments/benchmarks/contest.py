@@ -20,9 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
+Name = TypeVar("Name")
 PAUSE = 0.05  # seconds in which the last one's threads stop spinning
 
 
@@ -180,7 +181,7 @@ def jax_platform() -> str:
     ).stdout.strip()
 
 
-def turn_order(names: Sequence[str], number: int) -> list[str]:
+def turn_order(names: Sequence[Name], number: int) -> list[Name]:
     """Return who comes when in a round: rotated by one every second round, and the rounds between backwards."""
     start = number // 2 % len(names) if names else 0
     rotated = [*names[start:], *names[:start]]

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.benchmarks.arguments import Help, figure_path, positive
+
 CONTENDERS = ("jaxblock", "hugging_face")
 VOCAB = 256
 
@@ -42,20 +44,22 @@ class Sizes(NamedTuple):
 
 def main() -> None:
     """Print a table or one line of JSON; draw a figure where a path is given."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="rows decoded at once")
-    parser.add_argument("--rounds", type=int, default=9, help="turns")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 16], help="rows decoded at once")
+    parser.add_argument("--rounds", type=positive, default=9, help="turns")
     for name, value in (("depth", 6), ("width", 256), ("heads", 4)):
-        parser.add_argument(f"--{name}", type=int, default=value)
+        parser.add_argument(f"--{name}", type=positive, default=value, help="of both models")
     for name, value in (("context", 512), ("prompt", 16), ("length", 256)):
-        parser.add_argument(f"--{name}", type=int, default=value, help="in tokens")
+        parser.add_argument(f"--{name}", type=positive, default=value, help="in tokens")
     parser.add_argument("--json", action="store_true", help="one line of JSON in place of the table")
-    parser.add_argument("--figure", type=Path, help="where a figure is written")
+    parser.add_argument("--figure", type=figure_path, help="where a figure is written")
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sizes = Sizes(*(getattr(arguments, name) for name in Sizes._fields))
+    if sizes.prompt + sizes.length > sizes.context:
+        parser.error(
+            f"--prompt {sizes.prompt} and --length {sizes.length} do not fit in --context {sizes.context}"
+        )
     if arguments.worker is not None:
         work(arguments.worker, sizes, arguments.batch[0])
         return
@@ -234,7 +238,11 @@ def draw(names: tuple[str, ...], seconds: dict[int, np.ndarray], sizes: Sizes, p
         axes.bar(at, middle, 0.38, yerr=(middle - low, high - middle), capsize=3, label=label)
     axes.set_xticks(places, [str(batch) for batch in seconds])
     axes.set(xlabel="rows decoded at once", ylabel="new tokens per second")
-    axes.set_title(f"{sizes.length} new tokens, depth {sizes.depth}, width {sizes.width}", fontsize=10)
+    axes.set_title(
+        f"prompt {sizes.prompt}, {sizes.length} new tokens, depth {sizes.depth}, width {sizes.width}, "
+        f"{sizes.heads} heads, float32",
+        fontsize=9,
+    )
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

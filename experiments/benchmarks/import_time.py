@@ -6,7 +6,8 @@ uncounted round has written into a folder of this run's own, so that none compil
 the packages that importing the models spends its time in, by the interpreter's own count (-X importtime, which slows
 every import down: read shares, not seconds).
 
-Expected: both ratios at most 1.15.
+Expected: both ratios at most 1.15. "holds" where the 95 % interval of the ratio lies below the bound, "does not hold"
+where it lies above, "not resolved" where it contains it: then more rounds, or a machine without other work, tell.
 """
 
 import argparse
@@ -18,10 +19,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from experiments.benchmarks.arguments import Help, figure_path, positive
 from experiments.benchmarks.contest import ROOT, turn_order
-from experiments.benchmarks.summary import Row, draw_times, ratio_words, summarise, table
+from experiments.benchmarks.summary import Row, draw_times, ratio_words, summarise, table, verdict
 
 BASE = "import jax, flax.linen"
 STATEMENTS = (BASE, "import jaxblock", "from jaxblock import Decoder, ModelConfig")
@@ -31,12 +32,10 @@ SHOWN = 8
 
 def main() -> None:
     """Print the table, or one line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--figure", type=Path, help="where to draw the times")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--rounds", type=positive, default=20, help="turns that count")
+    parser.add_argument("--json", action="store_true", help="one line of JSON in place of the table")
+    parser.add_argument("--figure", type=figure_path, help="where to draw the times")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
@@ -51,7 +50,13 @@ def main() -> None:
     rows = summarise(rounds, peers=[BASE])
     print(json.dumps(record(rows, shares, arguments.rounds)) if arguments.json else text(rows, shares))
     if arguments.figure:
-        draw_times(rows, arguments.figure, title="a fresh interpreter, bytecode there")
+        (base,) = (row.seconds.median for row in rows if row.name == BASE)
+        draw_times(
+            rows,
+            arguments.figure,
+            title="Starting Python and importing, in a new process each time, sources already compiled",
+            line=(BOUND * base, f"bound: {BOUND} x {BASE!r}"),
+        )
 
 
 def seconds_of(statement: str, environment: Mapping[str, str]) -> float:
@@ -91,18 +96,19 @@ def record(rows: Sequence[Row], shares: Mapping[str, float], rounds: int) -> dic
                 "seconds": list(row.seconds),
                 "ratio": row.ratio and list(row.ratio.spread),
                 "ratio_interval_95": row.ratio and list(row.ratio.interval),
+                "verdict": None if row.name == BASE else verdict_of(row),
             }
             for row in rows
         ],
         "bound": BOUND,
-        "holds": all(holds(row) for row in rows),
         "shares": shares,
     }
 
 
-def holds(row: Row) -> bool:
-    """Return whether a statement costs no more than it may."""
-    return row.ratio is not None and row.ratio.spread.median <= BOUND
+def verdict_of(row: Row) -> str:
+    """Return whether a statement costs no more than it may, as far as the interval of its ratio tells."""
+    assert row.ratio is not None  # the base has run
+    return verdict(row.ratio.interval, high=BOUND)
 
 
 def text(rows: Sequence[Row], shares: Mapping[str, float]) -> str:
@@ -110,7 +116,7 @@ def text(rows: Sequence[Row], shares: Mapping[str, float]) -> str:
     lines = []
     for row in rows:
         median, low, high = row.seconds
-        verdict = "" if row.name == BASE else ("holds" if holds(row) else "does not hold")
+        verdict = "" if row.name == BASE else verdict_of(row)
         lines.append((row.name, f"{median:.3f} [{low:.3f}, {high:.3f}]", ratio_words(row.ratio), verdict))
     first = list(shares.items())[:SHOWN]
     return "\n".join(

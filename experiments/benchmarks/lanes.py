@@ -18,6 +18,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from experiments.benchmarks.arguments import Help, positive
+
 RATES = [1e-4 * 2**octave for octave in range(12)]
 
 
@@ -95,14 +97,16 @@ def single(plan: dict, axes: dict) -> None:
 
 def main() -> None:
     """Measure, or be one of the processes that are measured."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--rates", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--steps", type=positive, default=50, help="of a run")
+    parser.add_argument("--rates", type=positive, default=8, help="learning rates, at most 12")
+    parser.add_argument("--seeds", type=positive, default=3, help="runs of each rate")
+    parser.add_argument("--rounds", type=positive, default=1, help="times that both sides run")
     parser.add_argument("--plan", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--single", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.rates > len(RATES):
+        parser.error(f"--rates is {arguments.rates}; there are {len(RATES)}")
     if arguments.single is not None:
         single(arguments.plan, arguments.single)
         return

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.benchmarks.arguments import Help, positive
 from jaxblock.config import ExecutionConfig, ModelConfig
 from jaxblock.training.config import DataConfig, ProbeConfig, RunConfig, TrainConfig
 from jaxblock.training.host_memory import keep_freed_memory
@@ -33,14 +34,14 @@ RESAMPLES = 2000
 
 def main() -> None:
     """Print one line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--rounds", type=positive, default=40, help="turns")
+    parser.add_argument("--steps", type=positive, default=3, help="steps of a turn")
+    parser.add_argument("--depth", type=positive, default=12, help="in blocks")
+    parser.add_argument("--width", type=positive, default=256, help="of the stream")
+    parser.add_argument(
+        "--statistics", nargs="+", default=list(ProbeConfig().statistics), help="as in a config"
     )
-    parser.add_argument("--rounds", type=int, default=40, help="turns")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
-    parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--statistics", nargs="+", default=list(ProbeConfig().statistics))
     arguments = parser.parse_args()
     keep_freed_memory()
     config = config_of(arguments.depth, arguments.width, tuple(arguments.statistics))

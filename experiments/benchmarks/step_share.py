@@ -17,6 +17,7 @@ from pathlib import Path
 
 import jax
 
+from experiments.benchmarks.arguments import Help, positive
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.host_memory import keep_freed_memory
 from jaxblock.training.loop import train
@@ -29,11 +30,9 @@ STEPS = 100
 
 def main() -> None:
     """Print one line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("run", type=Path, help="folder of a finished quickstart, for its summary.json")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of 100 steps each")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of 100 steps each")
     arguments = parser.parse_args()
     summary = json.loads((arguments.run / "summary.json").read_text())
     keep_freed_memory()

@@ -111,6 +111,18 @@ def ratio_words(ratio: Ratio | None) -> str:
     return f"{median:.3f} [{low:.3f}, {high:.3f}] ({start:.3f} to {end:.3f})"
 
 
+def verdict(interval: tuple[float, float], *, low: float = 0.0, high: float) -> str:
+    """Return whether what lies in the interval lies within the bounds, as far as the interval can tell.
+
+    Returns:
+      "holds" where all of the interval does, "does not hold" where none of it does, and else "not resolved".
+    """
+    start, end = interval
+    if low <= start and end <= high:
+        return "holds"
+    return "does not hold" if end < low or start > high else "not resolved"
+
+
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return lines of text in columns; the first column stands left, the others right."""
     widths = [max(len(line[column]) for line in (header, *lines)) for column in range(len(header))]
@@ -124,8 +136,8 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(rows)
 
 
-def draw_times(rows: Sequence[Row], path: Path, *, title: str, ceiling_s: float | None = None) -> None:
-    """Draw each contender's time with its quartiles, and the ceiling as a line."""
+def draw_times(rows: Sequence[Row], path: Path, *, title: str, line: tuple[float, str] | None = None) -> None:
+    """Draw each contender's time with its quartiles, and a line at the seconds given, with its label."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 1.2 + 0.42 * len(rows)), layout="constrained")
@@ -136,8 +148,8 @@ def draw_times(rows: Sequence[Row], path: Path, *, title: str, ceiling_s: float 
         axes.barh(place, median, color=color, xerr=[[median - low], [high - median]], capsize=3)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()
-    if ceiling_s is not None:
-        axes.axvline(1e3 * ceiling_s, color="black", linestyle=":", label="best matrix-product rate")
+    if line is not None:
+        axes.axvline(1e3 * line[0], color="black", linestyle=":", label=line[1])
         axes.legend(fontsize=8)
     axes.set_xlabel("ms, median of rounds with quartiles")
     axes.set_title(title, fontsize=9)

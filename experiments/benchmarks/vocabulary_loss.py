@@ -2,65 +2,199 @@
 
 The loss of states [B, T, D] and a tied table [V, D] with its gradient by both, float32: `functional.cross_entropy` of
 `read_out` against `functional.cross_entropy_blocked`, compiled ahead. Memory is the compiler's temporary memory, which
-is exact; the two run in turns on the same arrays, the order changing from round to round, so that a noisy machine is
-noisy for both. A round gives one ratio of seconds and one of processor seconds (where other work shares the machine,
-read the second).
+is exact; the two take turns on the same arrays, and a ratio of times is made within a round (`summary.py`). Ratios are
+blocked / whole, below 1 = the blocked form costs less. That of processor seconds is the one to read where other work
+shares the machine. A size whose logits fit in one block has nothing to compare, and the table says so.
 
-Expected at the default sizes (V = 50257, 8 x 256 positions, width 256): memory 0.15 of the whole form's, the same loss
-to 1e-6; on two CPU cores a ratio of processor seconds of about 0.8 (0.9 at --width 768, with 0.23 of the memory).
+What has to hold at the default sizes (V = 50257, 8 x 256 positions, width 256):
+
+    compiled memory     blocked / whole             at most 1/3
+    loss                |blocked - whole| / whole   at most 1e-5
+    seconds             blocked / whole             at most 1.15
 """
 
 import argparse
 import json
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.benchmarks.arguments import Help, figure_path, positive
+from experiments.benchmarks.contest import turn_order
+from experiments.benchmarks.summary import (
+    Ratio,
+    Row,
+    draw_times,
+    ratio_of,
+    ratio_words,
+    summarise,
+    table,
+    verdict,
+)
 from jaxblock.functional import CrossEntropy, Readout, cross_entropy, cross_entropy_blocked, read_out
+from jaxblock.functional.cross_entropy_blocked import block_positions
 from jaxblock.types import Array
+
+WHOLE, BLOCKED = "whole", "blocked"
+MEMORY_BOUND, VALUE_BOUND, TIME_BOUND = 1 / 3, 1e-5, 1.15
+
+
+class Found(NamedTuple):
+    """What was measured, and what of it is compared."""
+
+    rows: list[Row]
+    memory: dict[str, int]
+    """Form -> bytes of temporaries."""
+    loss: dict[str, float]
+    gradient_apart: float
+    """The largest difference of a gradient's entries, over its largest entry."""
+    busy: Ratio
+    """Of processor seconds, blocked / whole."""
+    block: int
+    """Positions of a block, in every row of the batch."""
+
+
+class Check(NamedTuple):
+    """One thing that has to hold of blocked / whole."""
+
+    name: str
+    words: str
+    interval: tuple[float, float]
+    bound: float
+
+    @property
+    def verdict(self) -> str:
+        """Return "holds", "does not hold" or "not resolved"."""
+        return verdict(self.interval, high=self.bound)
 
 
 def main() -> None:
-    """Print one line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--vocabulary", type=int, default=50_257)
-    sizes = parser.parse_args()
+    """Print the table, or one line of JSON; draw a figure where a path is given."""
+    arguments = parse()
+    found = measure(arguments)
+    checks = checks_of(found, arguments.length)
+    print(json.dumps(record(arguments, found, checks)) if arguments.json else text(arguments, found, checks))
+    if arguments.figure:
+        rows = [
+            row._replace(name=f"{row.name}, {found.memory[row.name] / 2**20:.1f} MB") for row in found.rows
+        ]
+        draw_times(rows, arguments.figure, title=f"loss and its gradient: {words_of(arguments)}")
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--rounds", type=positive, default=15, help="turns that count")
+    parser.add_argument("--batch", type=positive, default=8, help="rows")
+    parser.add_argument("--length", type=positive, default=256, help="positions of a row")
+    parser.add_argument("--width", type=positive, default=256, help="of the states")
+    parser.add_argument("--vocabulary", type=positive, default=50_257, help="rows of the table")
+    parser.add_argument("--json", action="store_true", help="one line of JSON in place of the table")
+    parser.add_argument("--figure", type=figure_path, help="where to draw the times")
+    return parser.parse_args(words)
+
+
+def measure(sizes: argparse.Namespace) -> Found:
+    """Return what both forms cost on the same arrays."""
     draw = np.random.default_rng(0)
-    given = (
-        jnp.asarray(draw.normal(size=(sizes.batch, sizes.length, sizes.width)), jnp.float32),
-        Readout(
-            jnp.asarray(draw.normal(size=(sizes.vocabulary, sizes.width)) / sizes.width**0.5, jnp.float32)
-        ),
-        jnp.asarray(draw.integers(0, sizes.vocabulary, (sizes.batch, sizes.length)), jnp.int32),
-    )
-    forms = {name: compiled(loss, given) for name, loss in (("whole", whole), ("blocked", blocked))}
-    memory = {name: form.memory_analysis().temp_size_in_bytes for name, form in forms.items()}
+    states_BTD = draw.normal(size=(sizes.batch, sizes.length, sizes.width))
+    table_VD = draw.normal(size=(sizes.vocabulary, sizes.width)) / sizes.width**0.5
+    targets_BT = draw.integers(0, sizes.vocabulary, (sizes.batch, sizes.length))
+    readout = Readout(jnp.asarray(table_VD, jnp.float32))
+    given = (jnp.asarray(states_BTD, jnp.float32), readout, jnp.asarray(targets_BT, jnp.int32))
+    forms = {name: compiled(loss, given) for name, loss in ((WHOLE, whole), (BLOCKED, blocked))}
     (want, wanted), (got, gradient) = (form(*given) for form in forms.values())
     apart = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), gradient, wanted)
-    rounds_R22 = np.array([turn(forms, given, number) for number in range(sizes.rounds)])
-    seconds_2 = np.median(rounds_R22[..., 0], axis=0)
-    print(
-        json.dumps(
-            {
-                **vars(sizes),
-                "memory_mb": {name: round(size / 1e6, 1) for name, size in memory.items()},
-                "memory_ratio": round(memory["blocked"] / memory["whole"], 4),
-                "loss": [float(want), float(got)],
-                "gradient_apart": max(jax.tree.leaves(apart)),
-                "seconds": dict(zip(forms, seconds_2.round(3).tolist(), strict=True)),
-                "ratio": spread(rounds_R22[:, 1, 0] / rounds_R22[:, 0, 0]),
-                "processor_ratio": spread(rounds_R22[:, 1, 1] / rounds_R22[:, 0, 1]),
-            }
+    seconds: dict[str, list[list[float]]] = {name: [] for name in forms}
+    busy: dict[str, list[float]] = {name: [] for name in forms}
+    for number in range(sizes.rounds + 1):
+        for name in turn_order(list(forms), number):
+            start, processor = time.perf_counter(), time.process_time()
+            jax.block_until_ready(forms[name](*given))
+            if number:
+                seconds[name].append([time.perf_counter() - start])
+                busy[name].append(time.process_time() - processor)
+    return Found(
+        summarise(seconds, peers=[WHOLE]),
+        {name: form.memory_analysis().temp_size_in_bytes for name, form in forms.items()},
+        {WHOLE: float(want), BLOCKED: float(got)},
+        max(jax.tree.leaves(apart)),
+        ratio_of(busy[BLOCKED], busy[WHOLE]),
+        block_positions(sizes.batch, sizes.length, readout.columns),
+    )
+
+
+def checks_of(found: Found, length: int) -> list[Check]:
+    """Return what has to hold; nothing where one block holds all positions."""
+    if found.block >= length:
+        return []
+    memory = found.memory[BLOCKED] / found.memory[WHOLE]
+    apart = abs(found.loss[BLOCKED] - found.loss[WHOLE]) / abs(found.loss[WHOLE])
+    (ratio,) = (row.ratio for row in found.rows if row.name == BLOCKED)
+    assert ratio is not None
+    return [
+        Check("compiled memory, blocked / whole", f"{memory:.3f}", (memory, memory), MEMORY_BOUND),
+        Check("loss, |blocked - whole| / whole", f"{apart:.1e}", (apart, apart), VALUE_BOUND),
+        Check("seconds, blocked / whole", ratio_words(ratio), ratio.interval, TIME_BOUND),
+    ]
+
+
+def record(sizes: argparse.Namespace, found: Found, checks: Sequence[Check]) -> dict[str, Any]:
+    """Return everything that is printed, as JSON has it."""
+    shape = {name: getattr(sizes, name) for name in ("batch", "length", "width", "vocabulary", "rounds")}
+    forms = [
+        {
+            "form": row.name,
+            "temporary_bytes": found.memory[row.name],
+            "ms": [1e3 * x for x in row.seconds],
+            "ratio_to_whole": row.ratio and list(row.ratio.spread),
+            "ratio_interval_95": row.ratio and list(row.ratio.interval),
+            "loss": found.loss[row.name],
+        }
+        for row in found.rows
+    ]
+    return {
+        "benchmark": "vocabulary_loss",
+        **shape,
+        "block_positions": found.block,
+        "forms": forms,
+        "gradient_apart": found.gradient_apart,
+        "processor_ratio": list(found.busy.spread),
+        "processor_ratio_interval_95": list(found.busy.interval),
+        "checks": [{**check._asdict(), "verdict": check.verdict} for check in checks],
+    }
+
+
+def text(sizes: argparse.Namespace, found: Found, checks: Sequence[Check]) -> str:
+    """Return the table, the ratios, and what has to hold of them."""
+    lines = []
+    for row in found.rows:
+        median, low, high = (1e3 * x for x in row.seconds)
+        lines.append(
+            (row.name, f"{found.memory[row.name] / 2**20:.1f}", f"{median:.2f} [{low:.2f}, {high:.2f}]")
         )
+    words = [words_of(sizes), table(("form", "compiled MB", "ms [quartiles]"), lines)]
+    if not checks:
+        words.append(
+            f"{sizes.batch} x {sizes.length} positions fit in one block ({found.block} positions of each row): "
+            "both forms hold all logits, so nothing is compared"
+        )
+        return "\n".join(words)
+    words += [f"{one.name}: {one.words}; {one.verdict} (at most {one.bound:.3g})" for one in checks]
+    words.append(f"processor seconds, blocked / whole: {ratio_words(found.busy)}")
+    words.append(f"gradients apart, of their largest entry: {found.gradient_apart:.1e}")
+    return "\n".join(words)
+
+
+def words_of(sizes: argparse.Namespace) -> str:
+    """Return the sizes in words."""
+    return (
+        f"vocabulary {sizes.vocabulary}, batch {sizes.batch}, length {sizes.length}, width {sizes.width}, "
+        f"float32, {sizes.rounds} rounds"
     )
 
 
@@ -78,22 +212,6 @@ def compiled(loss: Any, given: tuple[Any, ...]) -> Any:
     """Return the compiled loss with its gradient by states and table."""
     both = jax.value_and_grad(lambda *given: loss(*given).loss, argnums=(0, 1))
     return jax.jit(both).lower(*given).compile()
-
-
-def turn(forms: dict[str, Any], given: tuple[Any, ...], number: int) -> list[list[float]]:
-    """Return seconds and processor seconds of each form, [2, 2]."""
-    taken = {}
-    for name in list(forms)[:: 1 if number % 2 else -1]:
-        start, busy = time.perf_counter(), time.process_time()
-        jax.block_until_ready(forms[name](*given))
-        taken[name] = [time.perf_counter() - start, time.process_time() - busy]
-    return [taken[name] for name in forms]
-
-
-def spread(ratios_R: np.ndarray) -> dict[str, float]:
-    """Return the median of the rounds' ratios, their quartiles and their range."""
-    names = {"median": 50, "lower_quartile": 25, "upper_quartile": 75, "least": 0, "most": 100}
-    return {name: round(float(np.percentile(ratios_R, at)), 3) for name, at in names.items()}
 
 
 if __name__ == "__main__":

@@ -86,10 +86,11 @@ class Decoder(Trunk):
         segments_BT: Array | None = None,
         positions_BT: Array | None = None,
     ) -> tuple[Array, Readout]:
-        """Return the last states, [B, T] -> [B, T, D] in the compute dtype, and the head: `read_out` makes the logits.
+        """Return the last states, [B, T] -> [B, T, D] in the compute dtype, and the head that reads them.
 
-        For a loss that does not need all logits at once: `model.apply(variables, tokens_BT, method="before_head")`.
-        Arguments and errors as above.
+        For a loss that does not need all logits at once: `model.apply(variables, tokens_BT, method="before_head")`;
+        `jaxblock.functional.read_out(states, head)` makes the logits. Arguments and errors are those of the model's
+        call without a cache.
         """
         ran = self._run(tokens_BT, valid_BT, segments_BT, positions_BT, None)
         return ran.states_BTD, ran.readout

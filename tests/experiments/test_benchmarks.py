@@ -83,8 +83,18 @@ def test_attention(tmp_path):
     assert names | set(record["left_out"]) == {*IMPLEMENTATIONS, "jax.nn"}
 
 
+def test_vocabulary_loss(tmp_path):
+    words = ["--batch", "1", "--length", "8", "--width", "8", "--vocabulary", "16", "--rounds", "1"]
+    record = found("vocabulary_loss", *words, figure=tmp_path / "a.png")
+    assert [one["form"] for one in record["forms"]] == ["whole", "blocked"]
+    assert record["checks"] == []  # one block holds all of it
+    assert record["gradient_apart"] < 1e-5
+
+
 def test_import_time(tmp_path):
     record = found("import_time", "--rounds", "1", figure=tmp_path / "a.png")
     assert [one["name"] for one in record["statements"]][1] == "import jaxblock"
+    verdicts = {one["verdict"] for one in record["statements"][1:]}
+    assert verdicts <= {"holds", "does not hold", "not resolved"}
     assert sum(record["shares"].values()) == pytest.approx(1.0)
     assert {"jax", "flax", "jaxblock"} <= set(record["shares"])

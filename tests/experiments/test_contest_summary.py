@@ -1,5 +1,6 @@
 """What rounds say: medians of rounds, ratios within a round to the one fastest peer, and who is missing."""
 
+import argparse
 import io
 import itertools
 import json
@@ -9,12 +10,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from experiments.benchmarks import vocabulary_loss
+from experiments.benchmarks.arguments import figure_path, positive
 from experiments.benchmarks.contest import AbsentError, Job, need, serve, turn_order
 from experiments.benchmarks.depth_cost import Arm, Cost, checks_of
 from experiments.benchmarks.import_time import package_shares
 from experiments.benchmarks.sizes import PRESETS, Sizes
-from experiments.benchmarks.summary import fastest_peer, ratio_words, spread_of, summarise, table
-from experiments.benchmarks.train_step import candidates, library_flops
+from experiments.benchmarks.summary import (
+    fastest_peer,
+    ratio_of,
+    ratio_words,
+    spread_of,
+    summarise,
+    table,
+    verdict,
+)
+from experiments.benchmarks.train_step import candidates, execution_of, library_flops, parse
 
 # Rounds in which the machine slows down threefold: 1, 3, 2 times what it takes.
 SLOWED = (1.0, 3.0, 2.0)
@@ -112,11 +123,11 @@ def test_the_flops_stated_are_those_the_library_counts(name):
 
 
 def test_settings_tried_start_with_the_ones_given_and_keep_remat():
-    given = {"scan_unroll": 3, "remat": "dots", "attention": "xla"}
+    given = {"scan_unroll": 3, "remat": "dots", "attention": "xla", "loss": "blocked"}
     shared = {"depth": 6, "platform": "cpu", "dtype": "float32"}
     tried = candidates(shared, given)
     assert tried[0] == given
-    assert {one["remat"] for one in tried} == {"dots"}
+    assert {(one["remat"], one["loss"]) for one in tried} == {("dots", "blocked")}
     assert {one["scan_unroll"] for one in tried} == {1, 3, 6}
     assert {one["scan_unroll"] for one in candidates({**shared, "depth": 96}, given)} == {1, 3}
     assert "cudnn" not in {one["attention"] for one in tried}
@@ -138,12 +149,12 @@ def test_what_has_to_hold_over_depth_holds_for_one_block_and_not_for_a_loop():
     arm, depths = Arm("1", "full"), (4, 6, 48, 96)
     good = checks_of(arm, {depth: cost(depth) for depth in depths}, Sizes())
     assert [round(check.value, 6) for check in good] == [1.0, 1.0, 1.0, 1.0]
-    assert all(check.holds for check in good)
+    assert all(check.verdict == "holds" for check in good)
     loop = {
         depth: cost(depth, text=100 * depth, compile_s=0.1 * depth, block_s=1 + depth / 100, streams=1.2)
         for depth in depths
     }
-    assert not any(check.holds for check in checks_of(arm, loop, Sizes()))
+    assert {check.verdict for check in checks_of(arm, loop, Sizes())} == {"does not hold"}
     assert checks_of(Arm("depth", "full"), loop, Sizes()) == []
     assert len(checks_of(Arm("1", "none"), {4: cost(4), 96: cost(96)}, Sizes())) == 1
     assert Arm("depth", "none").unroll(7) == 7
@@ -158,3 +169,60 @@ def test_own_times_of_modules_are_added_by_package():
 
 def test_a_table_stands_in_columns():
     assert table(("a", "bb"), [("long", "1"), ("x", "22")]) == "a     bb\nlong   1\nx     22"
+
+
+def test_a_bound_inside_the_interval_is_not_resolved():
+    bounds = {"low": 0.9, "high": 1.1}
+    assert [verdict(one, **bounds) for one in ((0.9, 1.1), (1.2, 1.3), (0.7, 0.8))] == [
+        "holds",
+        "does not hold",
+        "does not hold",
+    ]
+    assert {verdict(one, **bounds) for one in ((1.05, 1.15), (0.85, 1.0), (0.5, 2.0))} == {"not resolved"}
+    assert verdict((0.0, 0.1), high=1.1) == "holds"
+
+
+def test_what_cannot_be_counted_or_written_is_refused_before_anything_runs(tmp_path, capsys):
+    assert positive("3") == 3
+    for word in ("0", "-2", "1.5", "many"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a whole number of at least 1"):
+            positive(word)
+    assert figure_path(str(tmp_path / "a.png")) == tmp_path / "a.png"
+    for path, why in (
+        (tmp_path / "no" / "a.png", "no folder"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "a.docx", "must end in"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError, match=why):
+            figure_path(str(path))
+    for words in (["--rounds", "0"], ["--depth", "0"], ["--remat", "all"], ["--dtype", "int8"]):
+        with pytest.raises(SystemExit):
+            parse(words)
+        assert words[0] in capsys.readouterr().err
+    assert execution_of(parse(["--loss", "blocked"]))["loss"] == "blocked"
+    assert execution_of(parse([]))["loss"] == "whole"
+
+
+def test_the_blocked_loss_is_judged_only_where_there_is_more_than_one_block():
+    found = vocabulary_loss.Found(
+        summarise({"whole": [[2.0]] * 3, "blocked": [[1.0]] * 3}, peers=["whole"]),
+        {"whole": 400, "blocked": 100},
+        {"whole": 2.0, "blocked": 2.0},
+        0.0,
+        ratio_of([1.0] * 3, [2.0] * 3),
+        block=4,
+    )
+    checks = vocabulary_loss.checks_of(found, 8)
+    assert [check.verdict for check in checks] == ["holds"] * 3
+    assert checks[0].interval == (0.25, 0.25)
+    assert checks[2].interval == (0.5, 0.5)
+    worse = found._replace(
+        rows=summarise({"whole": [[1.0]] * 3, "blocked": [[2.0]] * 3}, peers=["whole"]),
+        memory={"whole": 100, "blocked": 100},
+        loss={"whole": 2.0, "blocked": 2.1},
+    )
+    assert [check.verdict for check in vocabulary_loss.checks_of(worse, 8)] == ["does not hold"] * 3
+    assert vocabulary_loss.checks_of(worse, 4) == []
+    sizes = vocabulary_loss.parse(["--length", "4"])
+    assert "nothing is compared" in vocabulary_loss.text(sizes, found, [])
+    assert "nothing is compared" not in vocabulary_loss.text(sizes, found, checks)

@@ -22,7 +22,7 @@ class Built(NamedTuple):
 
 
 def build(options: Mapping[str, Any]) -> Built:
-    """Return the step of the sizes, residual, stream_dtype, scan_unroll, remat and attention in `options`."""
+    """Return the step of the sizes, residual, stream_dtype, scan_unroll, remat, attention and loss in `options`."""
     import jax
     import jax.numpy as jnp
 
@@ -33,7 +33,9 @@ def build(options: Mapping[str, Any]) -> Built:
     from jaxblock.training.step import first_state, make_step
 
     sizes = sizes_of(options)
-    execution = ExecutionConfig(**{name: options[name] for name in ("scan_unroll", "remat", "attention")})
+    execution = ExecutionConfig(
+        **{name: options[name] for name in ("scan_unroll", "remat", "attention", "loss")}
+    )
     config = TrainConfig(
         model=ModelConfig(
             vocab_size=sizes.vocab,
