@@ -160,6 +160,7 @@ def test_padding_reaches_nothing(experts):
     np.testing.assert_allclose(routing["balance_loss_B"][0, 0], routing["balance_loss"][0], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_padding_gives_no_expert_more_places():
     """Two real tokens of a padded row have the places that two tokens alone have, not those of the row's length."""
     module, draw = Experts(mixture("capacity(experts=2, active=1, factor=1.0)")), np.random.default_rng(0)

@@ -58,7 +58,11 @@ def test_with_weights_1_and_0_no_block_but_the_first_reads_its_own_values():
     [
         ("pre_norm", ExecutionConfig(scan_unroll=3)),
         pytest.param("pre_norm", ExecutionConfig(remat="full"), marks=pytest.mark.full),
-        ("block_attention_residual(sublayers=4)", ExecutionConfig(history="plain", scan_unroll=2)),
+        pytest.param(
+            "block_attention_residual(sublayers=4)",
+            ExecutionConfig(history="plain", scan_unroll=2),
+            marks=pytest.mark.full,
+        ),
         pytest.param("attention_residual", ExecutionConfig(remat="full"), marks=pytest.mark.full),
         pytest.param("dense_former", ExecutionConfig(scan_unroll=3), marks=pytest.mark.full),
     ],
@@ -76,6 +80,7 @@ def test_loops_and_remat_change_nothing(residual, execution):
     assert np.all(mixes[1:] != 0.0)
 
 
+@pytest.mark.full
 def test_a_cache_goes_on_as_the_whole_sequence():
     """What is cached are the mixed values; a new token's first values are made anew."""
     small = config(value_residual=LEARNED)

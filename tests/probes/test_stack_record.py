@@ -46,9 +46,7 @@ def logits_twice(model, params, **changes):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=() if name in ("pre_norm", "post_norm", "input_injection") else pytest.mark.full
-        )
+        pytest.param(name, marks=() if name == "pre_norm" else pytest.mark.full)
         for name in REGISTRY
         if name not in READS_MORE
     ],

@@ -87,6 +87,7 @@ def test_a_frozen_lane_keeps_its_last_good_parameters(wild):
     assert np.isfinite(wild[0][:, 1]).all()  # the parameters were what was not finite, and they were not kept
 
 
+@pytest.mark.full
 def test_the_profile_is_the_stream_of_each_lane(small):
     _, task, program, (_, state) = small
     found = program.profile(state.params)

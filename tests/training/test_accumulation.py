@@ -33,7 +33,7 @@ def after(pieces: int, *, model=None, **changes):
     return step(state, ragged(), KEY)
 
 
-@pytest.mark.parametrize("pieces", [2, 8])
+@pytest.mark.parametrize("pieces", [pytest.param(2, marks=pytest.mark.full), 8])
 def test_pieces_give_the_update_of_the_whole(pieces):
     whole, metrics = after(1, model=Bigram(), loss={"z_loss": 0.1, "label_smoothing": 0.1})
     parts, same = after(pieces, model=Bigram(), loss={"z_loss": 0.1, "label_smoothing": 0.1})

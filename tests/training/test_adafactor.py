@@ -98,6 +98,7 @@ def optax_direction(gradients: list[np.ndarray]) -> np.ndarray:
     return np.asarray(updates)
 
 
+@pytest.mark.full
 def test_a_stacked_kernel_moves_as_its_layers_do_unstacked():
     """Scan and loop: layer by layer, optax's on the unstacked matrix. Its own reading of the stack is another one."""
     stacks = [gradient["blocks/attention/query/kernel"] for gradient in GRADIENTS[:2]]

@@ -183,6 +183,7 @@ def test_an_update_is_the_step_the_parameters_make():
         np.testing.assert_allclose(found.updates["query"].rms[block], want, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_pieces_count_as_the_loss_weighs_them_and_gradients_add_up():
     params = one_step(BASE)[0].params
     loss = probed_training_loss(Decoder(BASE.model), BASE, CHEAP)

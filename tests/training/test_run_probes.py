@@ -211,6 +211,7 @@ def test_a_misspelt_statistic_is_refused_before_anything_is_written(text, tmp_pa
 # Bad steps -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_bad_step_leaves_everything_measured_of_it(text, tmp_path, monkeypatch, capsys):
     run = tmp_path / "bad"
     at_batches(monkeypatch, {2: bad_target, 3: bad_input})
