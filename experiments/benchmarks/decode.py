@@ -126,7 +126,8 @@ def hugging_face(sizes: Sizes, prompt_BT: np.ndarray) -> Callable[[], np.ndarray
         bos_token_id=0,
         eos_token_id=None,
     )
-    model, tokens_BT = GPT2LMHeadModel(config).eval(), torch.from_numpy(prompt_BT)
+    model: Any = GPT2LMHeadModel(config).eval()
+    tokens_BT = torch.from_numpy(prompt_BT)
 
     def decode() -> np.ndarray:
         with torch.inference_mode():

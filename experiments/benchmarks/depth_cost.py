@@ -186,7 +186,8 @@ def gradient_temporaries(built: Built) -> int:
 
     loss = training_loss(built.model, built.config)
     gradient = jax.jit(jax.grad(lambda params, batch: loss(params, batch, None).loss))
-    return gradient.lower(built.state.params, built.batch).compile().memory_analysis().temp_size_in_bytes
+    compiled: Any = gradient.lower(built.state.params, built.batch).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 class Runner:
