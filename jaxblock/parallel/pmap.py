@@ -16,15 +16,16 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxblock.contracts import check_integer
+from jaxblock.functional.dropout import ROWS_AXIS
 from jaxblock.functional.losses import mean_over_targets
-from jaxblock.parallel.meshes import DATA, rows_per_device
+from jaxblock.parallel.meshes import rows_per_device
 from jaxblock.types import Array, Params
 
 LossSums = Callable[[Params, Any], tuple[Array, Array]]
 """(params, batch) -> (summed loss, number of real targets); the batch is a pytree of arrays [B, ...].
 
-Rows must not see each other. Randomness belongs in the batch, one key per row: a key that is closed over is the
-same on every device under `pmap`.
+Rows must not see each other. A key that is closed over is the same on every device under `pmap`: `functional.dropout`
+drops with it what one device would, other draws need one key per row, in the batch.
 """
 
 
@@ -56,14 +57,42 @@ def pmap_mean_and_gradient(loss_sums: LossSums, devices: int) -> MeanAndGradient
     Raises ValueError: more devices than there are; when called, rows that do not divide by the devices.
     """
     check_integer("devices", devices, least=1, most=jax.local_device_count())
-    local = _mean_and_gradient(loss_sums, add=functools.partial(jax.lax.psum, axis_name=DATA))
-    mapped = jax.pmap(local, axis_name=DATA, in_axes=(None, 0), out_axes=None)
+    local = _mean_and_gradient(loss_sums, add=functools.partial(jax.lax.psum, axis_name=ROWS_AXIS))
+    mapped = jax.pmap(local, axis_name=ROWS_AXIS, in_axes=(None, 0), out_axes=None)
 
     def run(params: Params, batch: Any) -> TargetMean:
         rows = rows_per_device(batch, devices)
         return mapped(params, jax.tree.map(lambda x: x.reshape(devices, rows, *x.shape[1:]), batch))
 
     return run
+
+
+def pmap_program(step: Callable[..., Any], devices: int) -> Any:
+    """Return `step(state, batch, key)`, which sums over ROWS_AXIS, mapped over `devices`: a jitted function.
+
+    State and key are given once and what is returned is whole on every device; the batch is what `stack_rows` returns.
+    """
+    return jax.pmap(
+        step,
+        axis_name=ROWS_AXIS,
+        in_axes=(None, 0, None),
+        out_axes=None,
+        devices=jax.local_devices()[:devices],
+    )
+
+
+def stack_rows(batch: Any, devices: int, *, pieces: int = 1) -> Any:
+    """Return a batch, leaves [B, ...], as leaves [devices, B / devices, ...].
+
+    Of a batch that is computed in pieces each device gets an equal part of every piece, in the order of the pieces.
+    """
+    rows_per_device(batch, devices * pieces)
+
+    def split(x: Any) -> Any:
+        parts = x.reshape(pieces, devices, -1, *x.shape[1:]).swapaxes(0, 1)
+        return parts.reshape(devices, -1, *x.shape[1:])
+
+    return jax.tree.map(split, batch)
 
 
 def _mean_and_gradient(loss_sums: LossSums, *, add: Callable[[Any], Any]) -> MeanAndGradient:

@@ -122,11 +122,12 @@ class Checkpoints:
         return True
 
     def load(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the parts that `like` names as they were saved, bit by bit, on the default device.
+        """Return the parts that `like` names as they were saved, bit by bit, on any number of devices.
 
         Args:
           step: a saved step.
-          like: pytrees of arrays or `jax.ShapeDtypeStruct`s; parts it does not name are not read.
+          like: pytrees of arrays or `jax.ShapeDtypeStruct`s; parts it does not name are not read. A struct with a
+            sharding says where its leaf is to lie, the others come to the default device.
 
         Raises:
           CheckpointMismatch: another structure, shape or dtype is saved, the leaves named; nothing was read.
@@ -134,7 +135,8 @@ class Checkpoints:
           RunError: there is no such step, or it cannot be read.
         """
         leaves, values = self._read(step, like)
-        loaded = {name: _on_device(leaf, values[name]) for name, leaf in leaves.items()}
+        wanted = named_leaves(like)
+        loaded = {name: _on_device(leaf, values[name], wanted[name]) for name, leaf in leaves.items()}
         arrays = iter(loaded.values())  # in the order of the trees' leaves
         return {part: jax.tree.map(lambda _: next(arrays), tree) for part, tree in like.items()}
 
@@ -301,10 +303,13 @@ def _orbax_settings() -> Iterator[None]:
         log.disabled = before
 
 
-def _on_device(leaf: SavedLeaf, value: np.ndarray) -> Array:
+def _on_device(leaf: SavedLeaf, value: np.ndarray, wanted: Any) -> Array:
     """Return a new array of JAX's own: a step that is given it can reuse its memory."""
     if leaf.generator is not None:
         return jax.random.wrap_key_data(jnp.array(value), impl=leaf.generator)
+    if isinstance(wanted, jax.ShapeDtypeStruct) and wanted.sharding is not None:
+        # Each device is given its part, and no device all of it.
+        return jax.make_array_from_callback(value.shape, wanted.sharding, lambda index: value[index])
     return jnp.array(value)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxblock.parallel import Placement
 from jaxblock.training.bad_steps import BadStep, answer_of, bad_step_row, exceeded, locate
 from jaxblock.training.checkpoint import Checkpoints, count_parameters
 from jaxblock.training.files import replace_text
@@ -117,18 +118,19 @@ def _begin(prepared: Prepared, checkpoints: Checkpoints) -> _Begun:
     """Return the newest saved state that is whole, or initial values where there is none."""
     config, keys = prepared.config, run_keys(prepared.config.run.seed)
     init = functools.partial(init_state, prepared.task, config)
-    like = jax.eval_shape(init, keys.init)
+    like, placement = prepared.like, prepared.placement
     step, parts, notes = checkpoints.newest_whole(parts_of(like, keys.dropout))
     if step is not None and parts is not None:
         state, key = state_of(parts, like)
-        return _Begun(state, key, notes)
+        return _Begun(state, placement.everywhere(key), notes)
     if prepared.weights is not None:
-        state = first_state(prepared.task.model, config, prepared.weights.params)
+        state = placement.put(first_state(prepared.task.model, config, prepared.weights.params))
         # From here on the run is whole without the one it came from, which may change or go.
-        checkpoints.save(0, parts_of(state, keys.dropout), facts=_facts(prepared, None))
+        parts = placement.readable(parts_of(state, keys.dropout))
+        checkpoints.save(0, parts, facts=_facts(prepared, None))
         return _Begun(
             state,
-            keys.dropout,
+            placement.everywhere(keys.dropout),
             [*notes, f"starts from step {prepared.weights.step} of {config.init.from_run}"],
         )
     if config.init.from_run is not None:
@@ -137,7 +139,8 @@ def _begin(prepared: Prepared, checkpoints: Checkpoints) -> _Begun:
         )
     # It runs once: on CPU, optimizing the random draws takes many times longer than drawing.
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    return _Begun(jax.jit(init, compiler_options=options)(keys.init), keys.dropout, notes)
+    state = placement.init(init, keys.init, options=options)
+    return _Begun(state, placement.everywhere(keys.dropout), notes)
 
 
 def _facts(prepared: Prepared, val_loss: float | None) -> dict[str, Any]:
@@ -148,6 +151,8 @@ def _facts(prepared: Prepared, val_loss: float | None) -> dict[str, Any]:
 def _opening(prepared: Prepared, begun: _Begun, parameters: int, baseline: Baseline) -> Iterator[str]:
     """Yield the lines a run starts with."""
     yield from prepared.task.words
+    if prepared.placement.devices > 1:
+        yield prepared.placement.words
     model = prepared.task.model
     table = optimizer_table(
         prepared.config.optimizer, begun.state.params, model.labels, scaling=model.scaling
@@ -167,7 +172,8 @@ class _Loop:
     def __init__(self, prepared: Prepared, folder: RunFolder, outlets: _Outlets):
         self.prepared, self.folder = prepared, folder
         self.checkpoints, self.progress, self.watch = outlets
-        self.score = jax.jit(prepared.task.score)
+        self.placement = prepared.placement
+        self.score = self.placement.function(prepared.task.score)
         self.pending: list[tuple[int, StepMetrics, Measured | None]] = []
         self.programs: dict[bool, Step | ProbedStep] = {}
         """The compiled steps: False is the plain one, True the one that measures."""
@@ -190,7 +196,7 @@ class _Loop:
                     self.watch.before_step(done + 1)
                     program, waited = self._program(done + 1, state, key)
                     started += waited
-                    state, metrics, *measured = program(state, task.train[done + skipped], key)
+                    state, metrics, *measured = program(state, self.placement.batch(task.train, done + skipped), key)
                     done += 1
                     self.pending.append((done, metrics, measured[0] if measured else None))
                     self.watch.after_step(done, state)
@@ -200,7 +206,7 @@ class _Loop:
                     if bad is None:
                         self._report(done, state, key)
                     else:
-                        state = self._answer(bad, state, key)
+                        state = self.placement.put(self._answer(bad, state, key))
                         done, skipped = int(state.step), int(state.skipped)
                     if self.stopped_by is not None:
                         break
@@ -246,8 +252,8 @@ class _Loop:
         if probed and probing is not None:
             step = probed_step_of(task, config, probing)
         else:
-            step = make_step(task.model, config, task.loss)
-        return jax.jit(step, donate_argnums=0).lower(state, task.train[0], key).compile()
+            step = make_step(task.model, config, task.loss, rows_axis=self.placement.rows_axis)
+        return self.placement.compile(step, state, self.placement.batch(task.train, 0), key)
 
     def _flush(self, started: float) -> BadStep | None:
         """Write the pending steps' metrics; return the first bad one, where there is one."""
@@ -272,7 +278,8 @@ class _Loop:
 
     def utilisation(self) -> dict[str, float]:
         """Return the model FLOPs utilisation so far, and nothing for a chip whose peak is not known."""
-        found = self.prepared.task.utilisation(self.seconds.tokens_per_s or 0.0)
+        speed = (self.seconds.tokens_per_s or 0.0) / self.placement.devices
+        found = self.prepared.task.utilisation(speed)
         return {} if found is None else {"model_flops_utilisation": found}
 
     def _answer(self, bad: BadStep, state: TrainState, key: Array) -> TrainState:
@@ -328,9 +335,10 @@ class _Loop:
     def _evaluate(self, done: int, state: TrainState) -> None:
         """Score the validation data, every target once, and write what was found."""
         validation = self.prepared.task.validation
-        found = evaluate(self.score, state.params, validation)
+        batches = functools.partial(_placed, self.placement, validation)
+        found = evaluate(self.score, state.params, batches())
         if state.average is not None:
-            average = evaluate(self.score, averaged_weights(state), validation)
+            average = evaluate(self.score, averaged_weights(state), batches())
             found |= {f"{name}_average": value for name, value in average.items()}
         self.evaluated = (done, finite_or_none(found["loss"]))
         self._append([{"step": done, **{f"val_{name}": finite_or_none(x) for name, x in found.items()}}])
@@ -345,12 +353,18 @@ class _Loop:
         with self.seconds.spent_on("save"):
             step, val_loss = self.evaluated
             facts = _facts(self.prepared, val_loss if step == done else None)
-            self.checkpoints.save(done, parts_of(state, key), facts=facts)
+            parts = self.placement.readable(parts_of(state, key))
+            self.checkpoints.save(done, parts, facts=facts)
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         """Write rows to metrics.jsonl and to whatever watches."""
         self.folder.append_metrics(rows)
         self.watch.rows(rows)
+
+
+def _placed(placement: Placement, batches: Any) -> Iterator[Any]:
+    """Yield the batches of an evaluation, placed."""
+    return (placement.batch(batches, number) for number in range(len(batches)))
 
 
 def _row(step: int, metrics: StepMetrics) -> dict[str, Any]:

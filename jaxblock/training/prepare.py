@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxblock.parallel import Mapped, OneDevice, OnMesh, Placement, mesh_shape
 from jaxblock.training.classifier_task import classifier_task
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.language_task import language_task
@@ -32,8 +33,12 @@ class Prepared(NamedTuple):
     task: Task
     weights: Weights | None
     """The parameters to start from; None = drawn anew, or the run goes on from a checkpoint of its own."""
-    probing: Probing | None = None
+    probing: Probing | None
     """What is measured along depth; None = nothing."""
+    placement: Placement
+    """Where its arrays lie."""
+    like: TrainState
+    """Shapes and dtypes of its state, with shardings where it lies on a mesh."""
 
 
 class Keys(NamedTuple):
@@ -60,10 +65,12 @@ def prepare(config: TrainConfig, *, continues: bool = False) -> Prepared:
       ValueError: the data do not fit the config, or the model cannot run as asked.
     """
     Watch.check(config)
+    placement = place(config)
     task = TASKS[config.run.task_choice.name](config)
     keys = run_keys(config.run.seed)
     state = jax.eval_shape(functools.partial(init_state, task, config), keys.init)
-    _check_memory(state)
+    like = placement.like(state, state.params)
+    _check_memory(like)
     weights = None
     if config.init.from_run is not None and not continues:
         weights = load_weights(Path(config.init.from_run), state.params, which=config.init.weights)
@@ -72,7 +79,57 @@ def prepare(config: TrainConfig, *, continues: bool = False) -> Prepared:
     if config.probe.every:
         probing = open_probing(task, config, state.params)
         jax.eval_shape(probed_step_of(task, config, probing), state, task.train[0], keys.dropout)
-    return Prepared(config, task, weights, probing)
+    return Prepared(config, task, weights, probing, placement, like)
+
+
+def place(config: TrainConfig) -> Placement:
+    """Return where a run is to lie, on the devices that there are.
+
+    Raises:
+      ValueError: the sizes do not fit the devices, or the batch does not divide by those that split its rows.
+    """
+    asked, processes = config.parallel, jax.process_count()
+    shape = mesh_shape(
+        replica=asked.replica,
+        data=asked.data,
+        fsdp=asked.fsdp,
+        tensor=asked.tensor,
+        devices=jax.device_count(),
+        processes=processes,
+    )
+    _check_rows(config, shape.rows)
+    if asked.form == "pmap":
+        _check_mapped(config, processes)
+        return Mapped(shape.data, pieces=config.data.accumulation)
+    return OneDevice() if shape.devices == 1 else OnMesh(shape)
+
+
+def _check_rows(config: TrainConfig, devices: int) -> None:
+    """Raise ValueError unless every device gets the same number of rows of every piece of the batch."""
+    batch, pieces = config.data.batch, config.data.accumulation
+    if batch % (devices * pieces):
+        of = "" if pieces == 1 else f" in data.accumulation = {pieces} pieces"
+        raise ValueError(
+            f"data.batch is {batch}{of}, and {devices} devices split its rows (parallel.replica x data x fsdp); it must "
+            f"be a multiple of {devices * pieces}, or parallel.data smaller"
+        )
+
+
+def _check_mapped(config: TrainConfig, processes: int) -> None:
+    """Raise ValueError for what pmap does not do here."""
+    if processes > 1:
+        raise ValueError(
+            f'parallel.form is "pmap", which is of one process, and there are {processes}; it must be "jit"'
+        )
+    if config.probe.every:
+        raise ValueError(
+            f'parallel.form is "pmap", which takes no probes, and probe.every is {config.probe.every}; it must be "jit"'
+        )
+    if config.model.experts_choice.name != "none" and config.model.hidden_dropout:
+        raise ValueError(
+            f'parallel.form is "pmap", model.experts is {config.model.experts!r} and model.hidden_dropout is '
+            f"{config.model.hidden_dropout}, whose draws are not by rows; parallel.form must be jit, or the rate 0"
+        )
 
 
 def probed_step_of(task: Task, config: TrainConfig, probing: Probing) -> ProbedStep:
@@ -86,14 +143,20 @@ def init_state(task: Task, config: TrainConfig, key: Array) -> TrainState:
 
 
 def _check_memory(state: Any) -> None:
-    """Raise ValueError if parameters and optimizer state alone are larger than the device's memory."""
-    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    """Raise ValueError if what a device has of parameters and optimizer state alone is larger than its memory."""
+    needed = sum(_device_bytes(leaf) for leaf in jax.tree.leaves(state))
     available = device_bytes()
     if available is not None and needed > available:
         raise ValueError(
             f"parameters and optimizer state need {needed / 2**30:,.1f} GiB and the device has "
             f"{available / 2**30:,.1f} GiB; choose a smaller model.width, model.depth or model.vocab_size"
         )
+
+
+def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Return the bytes of an array that one device holds."""
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize
 
 
 def device_bytes() -> int | None:

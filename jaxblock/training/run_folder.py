@@ -32,8 +32,14 @@ CHANGEABLE = (
     "run.log_every",
     "run.evaluate_every",
     "run.checkpoint_every",
+    "parallel.",
+    "execution.scan_unroll",
+    "execution.remat",
+    "execution.history",
+    "execution.loss",
 )
-"""Fields a resumed run may change: none of them changes what a good step computes (beyond round-off, for probe)."""
+"""Fields a resumed run may change: none of them changes what a good step computes (beyond round-off, for the last five
+and probe; another attention would drop other entries)."""
 
 
 class RunFolder:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxblock.axes import constrain
 from jaxblock.functional.losses import CrossEntropy
 from jaxblock.models.observation import TAPS
 from jaxblock.probes import open_taps, stream_gradient, stream_profile
@@ -84,7 +85,12 @@ def first_state(model: Any, config: TrainConfig, params: Params) -> TrainState:
 
 
 def make_step(
-    model: Any, config: TrainConfig, loss: Loss | None = None, *, tuned: Tuned | None = None
+    model: Any,
+    config: TrainConfig,
+    loss: Loss | None = None,
+    *,
+    tuned: Tuned | None = None,
+    rows_axis: str | None = None,
 ) -> Step:
     """Return the step `(state, batch, key) -> (state, metrics)`; jit it with the state donated.
 
@@ -95,6 +101,7 @@ def make_step(
       config: the run.
       loss: of a batch; left out, the next-token loss of `model`.
       tuned: peak learning rate and warm-up in place of the config's; traced or vmapped, one program has many.
+      rows_axis: name of the mapped axis (pmap, shard_map) over which the batch's rows are split; left out, none is.
     """
     loss, advance = loss or training_loss(model, config), _advance(model, config, tuned)
 
@@ -104,7 +111,9 @@ def make_step(
     def step(state: TrainState, batch: Any, key: Array) -> tuple[TrainState, StepMetrics]:
         dropout_key = jax.random.fold_in(key, state.step)
         pieces = config.data.accumulation
-        gradients, (result, _) = gradient_of(unobserved, state.params, batch, dropout_key, pieces=pieces)
+        gradients, (result, _) = gradient_of(
+            unobserved, state.params, batch, dropout_key, pieces=pieces, rows_axis=rows_axis
+        )
         kept, metrics, _ = advance(state, gradients, result)
         return kept, metrics
 
@@ -217,14 +226,21 @@ def _advance(
 
 
 def gradient_of(
-    loss: ProbedLoss, variables: Any, batch: Any, key: Array | None, *, pieces: int
+    loss: ProbedLoss,
+    variables: Any,
+    batch: Any,
+    key: Array | None,
+    *,
+    pieces: int,
+    rows_axis: str | None = None,
 ) -> tuple[Any, tuple[CrossEntropy, Mapping[str, Any]]]:
     """Return the gradient of the mean loss over real targets, and the loss, of a batch in pieces.
 
     What the loss observes is averaged over the pieces, weighted by their real targets. The "gradient" of taps is a
-    squared norm, and that of the whole batch the sum of the pieces'.
+    squared norm, and that of the whole batch the sum of the pieces'. With a `rows_axis` each device of that axis has
+    its rows, and all get the sums over all rows.
     """
-    if pieces == 1:
+    if pieces == 1 and rows_axis is None:
 
         def mean(variables: Any) -> tuple[Array, tuple[CrossEntropy, Mapping[str, Any]]]:
             result, observed = loss(variables, batch, key)
@@ -242,7 +258,7 @@ def gradient_of(
 
     def add(sums: Any, scanned: tuple[Any, Array]) -> tuple[Any, None]:
         piece, number = scanned
-        own_key = None if key is None else jax.random.fold_in(key, number)
+        own_key = key if key is None or pieces == 1 else jax.random.fold_in(key, number)
         found = jax.grad(share, has_aux=True)(variables, piece, own_key)
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, found), None
 
@@ -251,9 +267,10 @@ def gradient_of(
 
     first = jax.tree.map(lambda x: x[0], split)
     shape = jax.eval_shape(jax.grad(share, has_aux=True), variables, first, key)
-    (gradients, (sums, observed)), _ = jax.lax.scan(
-        add, jax.tree.map(zeros, shape), (split, jnp.arange(pieces))
-    )
+    sums, _ = jax.lax.scan(add, jax.tree.map(zeros, shape), (split, jnp.arange(pieces)))
+    if rows_axis is not None:
+        sums = jax.lax.psum(sums, rows_axis)
+    gradients, (sums, observed) = sums
     weight = jnp.maximum(sums.weight, 1)
     taps = gradients.pop(TAPS, None) if isinstance(gradients, dict) else None
     gradients = jax.tree.map(lambda g: g * (rows / weight), gradients)
@@ -265,7 +282,12 @@ def gradient_of(
 
 def _split(batch: Any, pieces: int) -> Any:
     """Return the batch's rows in pieces, every leaf [pieces, B / pieces, ...]."""
-    return jax.tree.map(lambda x: jnp.asarray(x).reshape(pieces, -1, *x.shape[1:]), batch)
+
+    def split(x: Any) -> Array:
+        # On a mesh each piece's rows, not the pieces, lie on the devices.
+        return constrain(jnp.asarray(x).reshape(pieces, -1, *x.shape[1:]), None, "batch", *(None,) * (x.ndim - 1))
+
+    return jax.tree.map(split, batch)
 
 
 def pieces_of(batch: Any, key: Array, pieces: int) -> list[tuple[Any, Array]]:

@@ -14,7 +14,14 @@ from jaxblock.types import Array, Params
 class Batches(Protocol):
     """The endless training batches: `batches[number]` is a pure function of the run's seed and the number."""
 
+    batch: int
+    """B."""
+
     def __getitem__(self, step: int, /) -> Any: ...
+
+    def rows(self, step: int, rows: Sequence[int], /) -> Any:
+        """Return some rows of a batch: what one process reads."""
+        ...
 
 
 class Baseline(NamedTuple):
@@ -70,7 +77,7 @@ class Task:
     unit: str = "tokens"
     """What its targets are called."""
     utilisation: Callable[[float], float | None] = lambda per_second: None
-    """Targets per second -> model FLOPs utilisation of this process's devices; None where the chip is not known."""
+    """Targets per second of one device -> its model FLOPs utilisation; None where the chip is not known."""
 
 
 def evaluate(

@@ -13,6 +13,7 @@ from jaxblock.training.config.learning import (
     LossConfig,
     OptimizerConfig,
 )
+from jaxblock.training.config.parallel import ParallelConfig
 from jaxblock.training.config.probe import ProbeConfig
 from jaxblock.training.config.run import (
     TASKS,
@@ -35,6 +36,7 @@ __all__ = [
     "InitConfig",
     "LossConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "ProbeConfig",
     "RunConfig",
     "SampleConfig",
@@ -61,6 +63,7 @@ class TrainConfig(Section):
         initialization="zero_output",
     )
     execution: ExecutionConfig = ExecutionConfig(remat="dots")
+    parallel: ParallelConfig = ParallelConfig()
     init: InitConfig = InitConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

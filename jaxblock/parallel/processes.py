@@ -1,0 +1,90 @@
+"""Several processes of one run: how they find each other, and what they agree on.
+
+Each process has its devices, reads its rows of every batch and runs the same program; the first one, the main process,
+writes the run's folder. The one module that touches `jax.distributed` and `multihost_utils`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxblock.contracts import check_integer
+
+LOST_AFTER = 30
+"""Seconds without a sign of life after which a process counts as lost and the others end."""
+
+
+class Group(NamedTuple):
+    """How a process finds the others."""
+
+    coordinator: str | None = None
+    """HOST:PORT of the main process; None = from the environment."""
+    processes: int | None = None
+    """How many there are; None = from the environment."""
+    process: int | None = None
+    """Which this one is, from 0; None = from the environment."""
+
+
+def check_group(group: Group) -> None:
+    """Raise ValueError unless the three are given together, and fit, or none is."""
+    given = [name for name, value in group._asdict().items() if value is not None]
+    if len(given) not in (0, len(group)):
+        missing = [f"--{name}" for name in Group._fields if name not in given]
+        raise ValueError(f"--{given[0]} is given without {' and '.join(missing)}; all three are, or none")
+    if not given:
+        return
+    check_integer("--processes", group.processes, least=1)
+    check_integer("--process", group.process, least=0, most=(group.processes or 1) - 1)
+    host, _, port = str(group.coordinator).rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"--coordinator is {group.coordinator!r}; it must be HOST:PORT, as in 10.0.0.1:8476")
+
+
+def join(group: Group, *, timeout: int = 300) -> None:
+    """Wait until all processes are there; before anything else of JAX.
+
+    Raises:
+      ValueError: the group does not fit, nothing in the environment names one, or not all came within `timeout` seconds.
+    """
+    check_group(group)
+    try:
+        jax.distributed.initialize(
+            coordinator_address=group.coordinator,
+            num_processes=group.processes,
+            process_id=group.process,
+            initialization_timeout=timeout,
+            heartbeat_timeout_seconds=LOST_AFTER,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"the processes did not find each other: {reason}; under SLURM, Open MPI or on a TPU the environment says "
+            "how, elsewhere --coordinator HOST:PORT --processes N --process I do"
+        ) from error
+
+
+def is_main() -> bool:
+    """Return whether this is the process that writes."""
+    return jax.process_index() == 0
+
+
+def largest(value: int) -> int:
+    """Return the largest of the processes' values; every process must ask."""
+    if jax.process_count() == 1:
+        return value
+    return int(np.max(multihost_utils.process_allgather(np.int32(value))))
+
+
+def of_main(value: int) -> int:
+    """Return the main process's value; every process must ask."""
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def meet(name: str) -> None:
+    """Wait until every process is here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
