@@ -25,15 +25,21 @@ def refuse(error: ValueError) -> int:
 
 
 def check_arguments(
-    arguments: Sequence[str], known: Sequence[str], *, positionals: int, refuse: Callable[[str], None]
+    arguments: Sequence[str],
+    known: Sequence[str],
+    *,
+    positionals: int,
+    refuse: Callable[[str], None],
+    switches: Sequence[str] = (),
 ) -> list[str]:
     """Say in one sentence what the parser would say on half a page; return the arguments that are no flags.
 
     Args:
       arguments: the words after the command's name.
-      known: flags that take a value; `--json` and `--help` take none.
+      known: flags that take a value.
       positionals: most arguments that are no flags.
       refuse: raises ValueError for a flag that is not known.
+      switches: flags that take none, besides `--json` and `--help`.
     """
     words, loose = list(arguments), []
     while words:
@@ -44,7 +50,7 @@ def check_arguments(
             continue
         if not word.startswith("--"):
             loose.append(word)
-        elif flag in ("json", "help"):
+        elif flag in ("json", "help", *switches):
             if equals:
                 raise ValueError(f"flag --{flag} takes no value, but came as {word!r}")
         elif flag not in known:

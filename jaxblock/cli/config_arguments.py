@@ -22,6 +22,7 @@ def parse_with_config(
     name: str,
     description: str | None,
     known: Sequence[str] = (),
+    switches: Sequence[str] = (),
 ) -> tuple[Command, dict[str, Any]]:
     """Return a command's record and the overrides, {"model.depth": 6}, that its words hold.
 
@@ -31,6 +32,7 @@ def parse_with_config(
       name: the command's name.
       description: what `--help` opens with.
       known: flags of the record's own that take a value.
+      switches: flags of its own that take none, besides `--json`.
 
     Raises:
       ValueError: an unknown flag, one without its value, a word too many.
@@ -38,11 +40,11 @@ def parse_with_config(
     flags = [*known, *(field.path for field in fields())]
 
     def refuse(flag: str) -> None:
-        if nearest(flag, known):
-            refuse_flag(flag, known)
+        if nearest(flag, own := [*known, *switches]):
+            refuse_flag(flag, own)
         check_path(flag, "flag")
 
-    check_arguments(arguments, flags, positionals=1, refuse=refuse)
+    check_arguments(arguments, flags, positionals=1, refuse=refuse, switches=switches)
     parsed = tyro.cli(
         _with_sections(command), prog=f"jaxblock {name}", description=description, args=list(arguments)
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,32 +25,55 @@ class TrainCommand:
     """Continue the run in this folder from its newest checkpoint."""
     json: Flag = False
     """Print the summary as one line of JSON."""
+    distributed: Flag = False
+    """One of several processes of this run, which find each other by SLURM's, Open MPI's or the TPU's environment."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, for one of several processes that nothing in the environment tells of each other."""
+    processes: int | None = None
+    """How many processes there are, with --coordinator."""
+    process: int | None = None
+    """Which this one is, from 0, with --coordinator."""
 
 
 def train(arguments: Sequence[str]) -> Action:
     """Train a model: jaxblock train [CONFIG.toml] [--section.field VALUE]."""
     from jaxblock.cli.config_arguments import parse_with_config, read_config
+    from jaxblock.parallel import processes
     from jaxblock.training.host_memory import keep_freed_memory
     from jaxblock.training.loop import train as run
     from jaxblock.training.prepare import prepare
-    from jaxblock.training.run_folder import RunError, RunFolder
+    from jaxblock.training.run_folder import FollowedFolder, RunError, RunFolder, new_path
 
     keep_freed_memory()
     command, overrides = parse_with_config(
-        TrainCommand, arguments, name="train", description=train.__doc__, known=["resume"]
+        TrainCommand,
+        arguments,
+        name="train",
+        description=train.__doc__,
+        known=["resume", "coordinator", "processes", "process"],
+        switches=["distributed"],
     )
-    if command.resume is not None:
-        folder = RunFolder.open(Path(command.resume))
-        config = read_config(folder.config if command.config is None else command.config, overrides)
-        folder.check_resumable(config)
-    else:
-        config = read_config(command.config, overrides)
-        folder = RunFolder.check_new(config)
-    prepared = prepare(config, continues=folder.has_checkpoint())
-    if command.resume is None:
-        folder.create(config)
-    else:
-        folder.check_data(prepared.task.facts)
+    group = processes.Group(command.coordinator, command.processes, command.process)
+    processes.check_group(group)
+    if command.distributed or group.processes is not None:
+        processes.join(group)
+    started, kind = processes.of_main(int(time.time())), RunFolder if processes.is_main() else FollowedFolder
+    with processes.together("cannot start the run"):
+        if command.resume is not None:
+            folder = kind.open(Path(command.resume))
+            config = read_config(folder.config if command.config is None else command.config, overrides)
+            folder.check_resumable(config)
+        else:
+            config = read_config(command.config, overrides)
+            folder = kind(new_path(config, started=started))
+            if folder.writes:
+                RunFolder.check_new(config, started=started)
+        prepared = prepare(config, continues=folder.has_checkpoint())
+        if command.resume is not None:
+            folder.check_data(prepared.task.facts)
+    with processes.together("cannot make the run's folder"):
+        if command.resume is None:
+            folder.create(config)
 
     def act() -> int:
         try:
@@ -59,6 +83,8 @@ def train(arguments: Sequence[str]) -> Action:
         except OSError as error:  # a full disk, a folder that went away
             print(f"jaxblock: {error}; continue with: jaxblock train --resume {folder.path}", file=sys.stderr)
             return FAILED
+        if not folder.writes:
+            return code
         if command.json:
             print(json.dumps({"run": str(folder.path), **summary}))
         else:

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax.numpy as jnp
 
+from jaxblock import axes
 from jaxblock.config import ModelConfig
 from jaxblock.functional.dense import embed
 from jaxblock.functional.positions import learned, sinusoidal
@@ -30,7 +31,9 @@ class Embedding(nn.Module):
         # The rows that pad the table are no tokens either: their ids are sent past its end.
         ids_BT = tokens_BT.astype(jnp.int32)  # in uint8, 256 would wrap to 0
         real_BT = jnp.where(ids_BT < self.config.vocab_size, ids_BT, rows)
-        return embed(self.table, real_BT).astype(self.config.stream_dtype)
+        # On a mesh a token's whole row is read, and the rows that are made lie as the tokens do.
+        table_VD = axes.constrain(self.table, "vocab", None)
+        return embed(table_VD, real_BT).astype(self.config.stream_dtype)
 
     def attend(self, x_BTD: Array) -> Array:
         """Return float32 logits against the table, [B, T, D] -> [B, T, V]."""

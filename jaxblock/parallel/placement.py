@@ -156,17 +156,17 @@ class OnMesh:
 
     def put(self, state: StateT) -> StateT:
         """Return the state in its shardings; in each process it is given the same values."""
-        return jax.device_put(state, self._shardings)
+        return jax.tree.map(_put, state, self._shardings)
 
     def everywhere(self, x: Array) -> Array:
         """Return the array whole on every device; in each process it is given the same one."""
-        return jax.device_put(x, replicated(self.mesh))
+        return _put(x, replicated(self.mesh))
 
     def readable(self, tree: StateT) -> StateT:
         """Return the arrays, those that lie on other processes' devices gathered, one by one, on the host."""
 
         def gather(x: Array) -> Any:
-            if x.is_fully_addressable or x.is_fully_replicated:
+            if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
                 return x
             return jax.device_get(jax.jit(lambda x: x, out_shardings=replicated(self.mesh))(x))
 
@@ -252,6 +252,16 @@ class Mapped:
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, jitted: the parameters are whole on every device, and each computes all of it."""
         return jax.jit(function)
+
+
+def _put(x: Array, sharding: NamedSharding) -> Array:
+    """Return an array that every process has, or one that is placed already, in a sharding of all their devices."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    if jax.process_count() == 1 or x.sharding == sharding:
+        return jax.device_put(x, sharding)
+    value = jax.device_get(x)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def _rows_of_process(batches: Rows, number: int, sharding: NamedSharding) -> Any:

@@ -4,6 +4,8 @@ Each process has its devices, reads its rows of every batch and runs the same pr
 writes the run's folder. The one module that touches `jax.distributed` and `multihost_utils`.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -82,6 +84,22 @@ def of_main(value: int) -> int:
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+@contextlib.contextmanager
+def together(what: str) -> Iterator[None]:
+    """Within the context every process does its part, or none goes on; no process may meet another in it.
+
+    Raises:
+      ValueError: in a process that did its part, where another did not.
+    """
+    try:
+        yield
+    except Exception:
+        largest(1)
+        raise
+    if largest(0):
+        raise ValueError(f"another process {what}; it says why")
 
 
 def meet(name: str) -> None:

@@ -46,7 +46,8 @@ _FIELDS = {
 def use_mesh(mesh: Mesh) -> Iterator[None]:
     """Within the context, what is traced constrains its activations to the mesh: rows are split, all else is whole."""
     rows = tuple(name for name in ROWS if name in mesh.axis_names)
-    with jax.set_mesh(mesh), nn.logical_axis_rules([("batch", rows)]):
+    split = {"batch": rows, **{name: TENSOR for name in ("vocab",) if TENSOR in mesh.axis_names}}
+    with jax.set_mesh(mesh), nn.logical_axis_rules(list(split.items())):
         yield
 
 

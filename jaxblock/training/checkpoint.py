@@ -55,7 +55,7 @@ class Checkpoints:
     """The checkpoints of one run, by step. Nothing is written before the first save.
 
     Every save waits until its checkpoint is on disk, so leaving a `with` block has nothing to wait for, and no
-    failure is left behind in a thread. One process holds all arrays; one process at a time saves.
+    failure is left behind in a thread. Of several processes one saves, arrays that it holds whole; every one loads.
     """
 
     def __init__(self, folder: Path, keep: CheckpointConfig = _KEEP):
@@ -290,6 +290,9 @@ def count_parameters(params: Params) -> int:
 def _orbax_settings() -> Iterator[None]:
     """Orbax as we use it, without its log: of a failure it holds pages, and the error raised says the same."""
     options = orbax.Context()
+    # A process that writes, or reads, does so alone: what it is given, or wants, are arrays on the host.
+    options.multiprocessing.primary_host = jax.process_index()
+    options.multiprocessing.active_processes = {jax.process_index()}
     options.array.saving.use_compression = (
         False  # it saves 7 % of the bytes of floats and takes half as long again
     )

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxblock.parallel import Placement
+from jaxblock.parallel import Placement, processes
 from jaxblock.training.bad_steps import BadStep, answer_of, bad_step_row, exceeded, locate
 from jaxblock.training.checkpoint import Checkpoints, count_parameters
-from jaxblock.training.files import replace_text
 from jaxblock.training.guard import GOOD, NAMES, pass_over
 from jaxblock.training.interrupts import Interrupts
 from jaxblock.training.optimizer.roles import optimizer_table
@@ -38,7 +37,7 @@ from jaxblock.training.step import (
 )
 from jaxblock.training.summary import finish_run
 from jaxblock.training.task import Baseline, evaluate
-from jaxblock.training.watch import Watch
+from jaxblock.training.watch import Watch, unwatched
 from jaxblock.types import Array
 
 EXIT_DONE, EXIT_GUARD = 0, 3
@@ -61,20 +60,22 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
         Checkpoints(folder.checkpoints, config.checkpoint) as checkpoints,
         Interrupts() as interrupts,
     ):
-        begun = _begin(prepared, checkpoints)
+        begun = _begin(prepared, checkpoints, writes=folder.writes)
         done, parameters = int(begun.state.step), count_parameters(begun.state.params)
         folder.start_metrics(config, task.facts, after=done, skipped=int(begun.state.skipped))
         probing = prepared.probing
         folder.start_probes(None if probing is None else start_row(probing, config), after=done)
         for name, text in task.files.items():
-            replace_text(folder.path / name, text)
+            folder.write_text(folder.path / name, text)
         try:
             baseline = task.baseline()
         except ValueError as error:  # data that were not read before, as the ids of a large shard
             raise RunError(str(error)) from error
         with (
-            Progress(steps=config.run.steps, done=done, unit=prepared.task.unit) as progress,
-            Watch(config, folder, baseline=baseline.loss, say=progress.say) as watch,
+            Progress(
+                steps=config.run.steps, done=done, unit=prepared.task.unit, quiet=not folder.writes
+            ) as progress,
+            Watch(config if folder.writes else unwatched(config), folder, baseline=baseline.loss, say=progress.say) as watch,
         ):
             for line in _opening(prepared, begun, parameters, baseline):
                 progress.say(line)
@@ -94,7 +95,9 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
             "params": parameters,
             "notes": [*begun.notes, *watch.notes],  # closing a watcher can fail too
         }
-        summary = finish_run(prepared, folder, state, facts, started=start)
+        weights = prepared.placement.readable(averaged_weights(state))
+        summary = finish_run(prepared, folder, weights, facts, started=start) if folder.writes else facts
+        processes.meet("the run's files are written")
     return code, summary
 
 
@@ -114,12 +117,22 @@ class _Outlets(NamedTuple):
     watch: Watch
 
 
-def _begin(prepared: Prepared, checkpoints: Checkpoints) -> _Begun:
-    """Return the newest saved state that is whole, or initial values where there is none."""
+def _begin(prepared: Prepared, checkpoints: Checkpoints, *, writes: bool) -> _Begun:
+    """Return the newest saved state that is whole, or initial values where there is none.
+
+    Of several processes the one that writes is the first to look: it moves what is damaged out of the way.
+    """
     config, keys = prepared.config, run_keys(prepared.config.run.seed)
     init = functools.partial(init_state, prepared.task, config)
     like, placement = prepared.like, prepared.placement
-    step, parts, notes = checkpoints.newest_whole(parts_of(like, keys.dropout))
+    if not writes:
+        processes.meet("the main process has looked at the checkpoints")
+    step, parts, notes = checkpoints.newest_whole(parts_of(like, keys.dropout), set_aside=writes)
+    if writes:
+        processes.meet("the main process has looked at the checkpoints")
+    seen = -1 if step is None else step
+    if processes.largest(seen) != seen:
+        raise RunError("this process sees other checkpoints than another: all need the same folder")
     if step is not None and parts is not None:
         state, key = state_of(parts, like)
         return _Begun(state, placement.everywhere(key), notes)
@@ -127,7 +140,8 @@ def _begin(prepared: Prepared, checkpoints: Checkpoints) -> _Begun:
         state = placement.put(first_state(prepared.task.model, config, prepared.weights.params))
         # From here on the run is whole without the one it came from, which may change or go.
         parts = placement.readable(parts_of(state, keys.dropout))
-        checkpoints.save(0, parts, facts=_facts(prepared, None))
+        if writes:
+            checkpoints.save(0, parts, facts=_facts(prepared, None))
         return _Begun(
             state,
             placement.everywhere(keys.dropout),
@@ -192,7 +206,7 @@ class _Loop:
             self._program(done + 1, state, key)
             with self.seconds.spent_on("loop"):
                 started = time.perf_counter()
-                while done < config.steps and interrupts.signal is None:
+                while done < config.steps and not self._is_stopped(done, interrupts):
                     self.watch.before_step(done + 1)
                     program, waited = self._program(done + 1, state, key)
                     started += waited
@@ -214,6 +228,15 @@ class _Loop:
                 self._flush(started)
         self._save(int(state.step), state, key)
         return state
+
+    def _is_stopped(self, done: int, interrupts: Interrupts) -> bool:
+        """Whether a signal came; several processes ask each other after the steps that are reported, and all stop."""
+        if jax.process_count() == 1:
+            return interrupts.signal is not None
+        if not self._is_due(done):
+            return False
+        interrupts.signal = processes.largest(interrupts.signal or 0) or None
+        return interrupts.signal is not None
 
     def _is_due(self, done: int) -> bool:
         """Whether something is reported, evaluated or saved after this step."""
@@ -329,7 +352,7 @@ class _Loop:
 
     def _rewound(self, number: int) -> TrainState:
         """Return the newest saved state (the first one where none is), whose next batch follows batch `number`."""
-        state = _begin(self.prepared, self.checkpoints).state
+        state = _begin(self.prepared, self.checkpoints, writes=self.folder.writes).state
         return state._replace(skipped=jnp.asarray(number + 1 - int(state.step), jnp.int32))
 
     def _evaluate(self, done: int, state: TrainState) -> None:
@@ -354,7 +377,8 @@ class _Loop:
             step, val_loss = self.evaluated
             facts = _facts(self.prepared, val_loss if step == done else None)
             parts = self.placement.readable(parts_of(state, key))
-            self.checkpoints.save(done, parts, facts=facts)
+            if self.folder.writes:
+                self.checkpoints.save(done, parts, facts=facts)
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         """Write rows to metrics.jsonl and to whatever watches."""

@@ -161,7 +161,7 @@ def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 def device_bytes() -> int | None:
     """Return the memory of the first device, of the machine for a CPU; None where it is not known."""
-    available = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    available = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if available is None and hasattr(os, "sysconf"):  # a CPU has no limit of its own
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return available

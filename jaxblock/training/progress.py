@@ -11,10 +11,10 @@ import rich.progress
 class Progress:
     """Report steps of a run to stderr, so that stdout stays free for results."""
 
-    def __init__(self, *, steps: int, done: int, unit: str = "tokens"):
-        """`unit` is what a run's targets are called."""
+    def __init__(self, *, steps: int, done: int, unit: str = "tokens", quiet: bool = False):
+        """`unit` is what a run's targets are called; a quiet one says nothing, as beside a process that does."""
         self._unit = unit
-        self._console = rich.console.Console(stderr=True, highlight=False)
+        self._console = rich.console.Console(stderr=True, highlight=False, quiet=quiet)
         self._steps, self._done, self._start = steps, done, time.perf_counter()
         self._bar: rich.progress.Progress | None = None
         self._task = rich.progress.TaskID(0)

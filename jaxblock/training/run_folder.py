@@ -45,6 +45,9 @@ and probe; another attention would drop other entries)."""
 class RunFolder:
     """The paths and files of one run."""
 
+    writes = True
+    """Whether this process writes the run's files."""
+
     def __init__(self, path: Path):
         self.path = path
         self.config = path / "config.toml"
@@ -58,14 +61,17 @@ class RunFolder:
         self.abandoned_probes = path / "abandoned_probes.jsonl"
 
     @classmethod
-    def check_new(cls, config: TrainConfig) -> "RunFolder":
+    def check_new(cls, config: TrainConfig, *, started: float | None = None) -> "RunFolder":
         """Return the folder a new run will have; nothing is written.
+
+        Args:
+          config: the run.
+          started: seconds since the epoch, which name a folder that the config does not name; left out, now.
 
         Raises:
           ValueError: it exists already, or cannot be made.
         """
-        name = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path = Path(config.run.dir) if config.run.dir is not None else Path("runs") / name
+        path = new_path(config, started=started)
         try:
             taken = path.exists() or path.is_symlink()
         except (OSError, ValueError) as error:  # ValueError: a null byte
@@ -241,9 +247,56 @@ class RunFolder:
             raise ValueError(f"{str(self.path)!r} has not started: its metrics.jsonl is empty")
         return rows[0]
 
+    def write_text(self, path: Path, text: str) -> None:
+        """Write one of the run's files in one move."""
+        replace_text(path, text)
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
         replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
+
+
+class FollowedFolder(RunFolder):
+    """A run's folder in a process that reads it and leaves the writing to the main one."""
+
+    writes = False
+
+    def create(self, config: TrainConfig) -> None:
+        """Do nothing."""
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold nothing."""
+        yield
+
+    def append_metrics(self, rows: list[dict[str, Any]]) -> None:
+        """Write nothing."""
+
+    def start_metrics(
+        self, config: TrainConfig, facts: Mapping[str, Any], *, after: int, skipped: int
+    ) -> None:
+        """Write nothing."""
+
+    def abandon_metrics(self, *, after: int) -> None:
+        """Write nothing."""
+
+    def append_probes(self, rows: list[dict[str, Any]]) -> None:
+        """Write nothing."""
+
+    def start_probes(self, first: Mapping[str, Any] | None, *, after: int) -> None:
+        """Write nothing."""
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Write nothing."""
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write nothing."""
+
+
+def new_path(config: TrainConfig, *, started: float | None = None) -> Path:
+    """Return where a new run's folder will be: run.dir, or runs/NAME-TIME, local time of `started` (now)."""
+    name = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
+    return Path(config.run.dir) if config.run.dir is not None else Path("runs") / name
 
 
 def _stays(row: Mapping[str, Any], *, after: int, skipped: int) -> bool:

@@ -11,27 +11,27 @@ from jaxblock.training.plots import plot_run
 from jaxblock.training.prepare import Prepared, run_keys
 from jaxblock.training.probe_plots import plot_probes
 from jaxblock.training.run_folder import RunFolder
-from jaxblock.training.step import TrainState, averaged_weights
+from jaxblock.types import Params
 from jaxblock.version import __version__
 
 NATS_PER_BIT = math.log(2.0)
 
 
 def finish_run(
-    prepared: Prepared, folder: RunFolder, state: TrainState, facts: dict[str, Any], *, started: float
+    prepared: Prepared, folder: RunFolder, weights: Params, facts: dict[str, Any], *, started: float
 ) -> dict[str, Any]:
     """Write sample.txt, plots/ and summary.json; return the summary.
 
     Args:
       prepared: the run.
       folder: its folder.
-      state: its last state; the sample is drawn with the moving average where one is kept.
+      weights: its last parameters, or their moving average where one is kept: what the sample is drawn with.
       facts: what the loop knows: status, steps, speed, sizes.
       started: `time.perf_counter()` at the start, for wall_s.
     """
     task, config = prepared.task, prepared.config
     key = run_keys(config.run.seed).sample
-    replace_text(folder.sample, task.finish(averaged_weights(state), key))
+    replace_text(folder.sample, task.finish(weights, key))
     rows = folder.read_metrics()
     plot_run(rows, folder.plots, baseline=facts["baseline_loss"])
     plot_probes(folder.read_probes(), folder.plots / "probes.png")

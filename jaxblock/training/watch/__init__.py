@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
-from jaxblock.training.config import TrainConfig
+from jaxblock.training.config import TrainConfig, WatchConfig
 from jaxblock.training.plots import Curves, draw_run
 from jaxblock.training.run_folder import RunFolder
 from jaxblock.training.watch.profile import Profile
 from jaxblock.training.watch.services import Service, TensorBoard, WeightsAndBiases
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "unwatched"]
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """Field of the config that asks for a service, which is also the extra to install, and the package it needs."""
@@ -128,6 +128,11 @@ class Watch:
             self._failures[name] = (count + 1, first)
             if not count:
                 self._say(f"watch: {name} failed with {first}; the run goes on, its folder has everything")
+
+
+def unwatched(config: TrainConfig) -> TrainConfig:
+    """Return the config without anything that shows the run, for a process beside the one that does."""
+    return config.model_copy(update={"watch": WatchConfig(figure_seconds=0.0)})
 
 
 def _check_package(field: str) -> None:
