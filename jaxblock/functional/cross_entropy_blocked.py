@@ -74,7 +74,7 @@ def block_positions(batch: int, length: int, columns: int, *, block_elements: in
     A few positions are added to the last block where C does not divide the length; they count for nothing.
     """
     most = max(1, block_elements // max(1, batch * columns))
-    return -(-length // max(1, -(-length // most)))
+    return max(1, -(-length // max(1, -(-length // most))))
 
 
 _PRODUCTS = {"table": ("rv,vd->rd", "rv,rd->vd"), "kernel": ("rv,dv->rd", "rv,rd->dv")}
@@ -204,11 +204,13 @@ def _split(x: Array, positions: int) -> Array:
     more = -x.shape[1] % positions
     if more:
         x = jnp.pad(x, [(0, more if axis == 1 else 0) for axis in range(x.ndim)])
-    x = x.reshape(x.shape[0], -1, positions, *x.shape[2:])
+    # Sizes spelled out: -1 is not defined where there are no rows or no positions.
+    x = x.reshape(x.shape[0], x.shape[1] // positions, positions, *x.shape[2:])
     return jnp.moveaxis(x, 1, 0)
 
 
 def _join(x_IBCD: Array, length: int) -> Array:
     """Undo `_split`."""
     x_BICD = jnp.moveaxis(x_IBCD, 0, 1)
-    return x_BICD.reshape(x_BICD.shape[0], -1, x_BICD.shape[-1])[:, :length]
+    batch, blocks, positions, width = x_BICD.shape
+    return x_BICD.reshape(batch, blocks * positions, width)[:, :length]

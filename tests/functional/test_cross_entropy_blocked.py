@@ -208,6 +208,18 @@ def test_no_real_target_a_wrong_target_and_a_hole_in_the_vocabulary():
     assert np.isfinite(run(blocked, *given, options=RICH)[0].loss)
 
 
+@pytest.mark.parametrize(("rows", "length"), [(0, T), (B, 0)])
+def test_a_batch_without_rows_or_positions_is_that_of_whole_logits(rows, length):
+    x_BTD, readout, targets_BT, valid_BT = draw()
+    given = (x_BTD[:rows, :length], readout, targets_BT[:rows, :length], valid_BT[:rows, :length])
+    got, want = run(blocked, *given), run(whole, *given)
+    assert_equal(got, want)
+    assert got[1][0].shape == (rows, length, D)
+    assert not np.any(got[1][1].matrix)
+    # Control: one position has a gradient.
+    assert np.any(run(blocked, x_BTD[:1, :1], readout, targets_BT[:1, :1])[1][1].matrix)
+
+
 @pytest.mark.parametrize("layout", ["table", "kernel"])
 def test_half_precision_products_are_summed_in_float32(layout):
     """A float32 matrix read in bfloat16: 14 rounded pieces would lose more than one rounding of the sum."""
