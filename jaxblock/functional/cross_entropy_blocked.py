@@ -48,7 +48,8 @@ def cross_entropy_blocked(
     Memory: `block_positions` positions of logits, and a float32 copy of the matrix for its gradient, which is made
     in the forward pass wherever a derivative is asked for. `loss` and `total` cost three products; a derivative of
     `nats` or `z_loss`, or of what has lost track of which of them are unused, makes the gradient again. The custom
-    derivative has no forward mode and no second order (jvp, hessian): use `cross_entropy` there.
+    derivative has no forward mode (jvp of a loss): use `cross_entropy` there. Its gradient is an ordinary function
+    with every derivative of its own (hessian), which keep every block's logits.
 
     Raises as `cross_entropy` and `read_out` do, and ValueError for a `block_elements` below 1.
     """

@@ -137,6 +137,27 @@ def products_and_largest(loss, objective=loss_of, **more):
     return sum(products), max(sizes)
 
 
+def test_the_gradient_has_derivatives_of_its_own():
+    with jax.enable_x64(True):
+        x_BTD, readout, targets_BT, valid_BT = draw(1, dtype=np.float64)
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def curved(loss, x_BTD):
+            """Return the gradient, by states and by the readout, of half the gradient's squared length."""
+
+            def half(x_BTD, readout):
+                found = jax.grad(lambda x: loss(x, readout, targets_BT, valid_BT, RICH).loss)(x_BTD)
+                return jnp.sum(jnp.square(found)) / 2
+
+            return jax.grad(half, (0, 1))(x_BTD, readout)
+
+        want = curved(whole, x_BTD)
+        assert_equal(curved(blocked, x_BTD), want, tolerance=1e-12)
+        assert (
+            np.abs(curved(blocked, 2 * x_BTD)[0] - want[0]).max() > 1e-3
+        )  # control: elsewhere it is another
+
+
 def test_three_products_and_never_the_whole_logits():
     three = {"block_elements": 3 * B * 50}
     assert products_and_largest(whole) == (3, B * T * 50)
