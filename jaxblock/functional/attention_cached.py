@@ -19,8 +19,11 @@ from jaxblock.functional.attention_scores import (
     ScoreRule,
     check_attention,
     finish_scores,
+    finish_values,
+    group_queries,
     scale_of,
     score_dtype,
+    weigh,
 )
 from jaxblock.functional.dropout import dropout
 from jaxblock.functional.masks import EVERYONE, AttentionPattern, distances, visibility
@@ -69,8 +72,7 @@ def attention_cached(
         chex.assert_shape(x, (batch, keys - slots, groups, width))
         chex.assert_type(x, q_BQHK.dtype)
     repeats, wide = heads // groups, score_dtype(q_BQHK)
-    q_BGJK = q_BQHK.reshape(batch, queries, groups, repeats, width).transpose(0, 2, 3, 1, 4)
-    q_BGJK = q_BGJK.reshape(batch, groups, repeats * queries, width)
+    q_BGJK = group_queries(q_BQHK, groups)
     parts = ((cached.keys_BGSK, cached.values_BGSK), (k_BTGK.swapaxes(1, 2), v_BTGK.swapaxes(1, 2)))
     dots = [jnp.einsum("bgjk,bgtk->bgjt", q_BGJK, k, preferred_element_type=wide) for k, _ in parts]
     s_BGRQT = finish_scores(
@@ -80,10 +82,7 @@ def attention_cached(
         distance=distances(pattern, queries, keys),
         visible_BHQT=visibility(pattern, queries, keys),
     )
-    # As in `attention`: the maximum carries no gradient, and that of an empty row, -inf, is not subtracted.
-    top_BGRQ1 = jax.lax.stop_gradient(s_BGRQT.max(axis=-1, keepdims=True))
-    p_BGRQT = jnp.exp(s_BGRQT - jnp.where(top_BGRQ1 > -jnp.inf, top_BGRQ1, 0))
-    total_BGRQ = p_BGRQT.sum(axis=-1)
+    p_BGRQT, total_BGRQ = weigh(s_BGRQT)
     p_BGJT = dropout(p_BGRQT, scores.dropout_rate, scores.dropout_key)
     p_BGJT = p_BGJT.reshape(batch, groups, repeats * queries, keys).astype(q_BQHK.dtype)
     weights = (p_BGJT[..., :slots], p_BGJT[..., slots:])
@@ -91,6 +90,4 @@ def attention_cached(
         jnp.einsum("bgjt,bgtk->bgjk", p, v, preferred_element_type=wide)
         for p, (_, v) in zip(weights, parts, strict=True)
     )
-    y_BGRQK = jnp.asarray(y_BGJK).reshape(batch, groups, repeats, queries, width)
-    y_BGRQK = y_BGRQK / jnp.where(total_BGRQ > 0, total_BGRQ, 1)[..., None]
-    return y_BGRQK.transpose(0, 3, 1, 2, 4).reshape(q_BQHK.shape).astype(q_BQHK.dtype)
+    return finish_values(jnp.asarray(y_BGJK), total_BGRQ, q_BQHK)

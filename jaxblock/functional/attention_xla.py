@@ -5,7 +5,6 @@ attention over n chunks makes (n + 1) / 2n of the scores, forward and backward. 
 in parallel, as XLA gives a batched product one core.
 """
 
-import jax
 import jax.numpy as jnp
 
 from jaxblock.contracts import check_integer
@@ -14,8 +13,11 @@ from jaxblock.functional.attention_scores import (
     ScoreRule,
     check_attention,
     finish_scores,
+    finish_values,
+    group_queries,
     scale_of,
     score_dtype,
+    weigh,
 )
 from jaxblock.functional.dropout import dropout
 from jaxblock.functional.masks import EVERYONE, AttentionPattern, cut, distances, reach, visibility, visible
@@ -96,28 +98,17 @@ def _attend(
 ) -> Array:
     batch, queries, heads, width = q_BQHK.shape
     keys, groups = k_BTGK.shape[1:3]
-    repeats, wide = heads // groups, score_dtype(q_BQHK)
-    # J = R * Q: with the query heads of a group laid end to end, both products are batched matrix products
-    # and nothing is repeated; on CPU a third faster, forward and backward, than einsums over five axes.
-    q_BGJK = q_BQHK.reshape(batch, queries, groups, repeats, width).transpose(0, 2, 3, 1, 4)
-    q_BGJK = q_BGJK.reshape(batch, groups, repeats * queries, width)
-    k_BGTK, v_BGTK = k_BTGK.swapaxes(1, 2), v_BTGK.swapaxes(1, 2)
+    q_BGJK, k_BGTK, v_BGTK = group_queries(q_BQHK, groups), k_BTGK.swapaxes(1, 2), v_BTGK.swapaxes(1, 2)
+    wide = score_dtype(q_BQHK)
     dots_BGJT = jnp.einsum("bgjk,bgtk->bgjt", q_BGJK, k_BGTK, preferred_element_type=wide)
     s_BGRQT = finish_scores(
-        dots_BGJT.reshape(batch, groups, repeats, queries, keys),
+        dots_BGJT.reshape(batch, groups, heads // groups, queries, keys),
         rule,
         scale=scale_of(rule, width),
         distance=distance,
         visible_BHQT=visible_BHQT,
     )
-    # The maximum cancels in the quotient below, so it carries no gradient; -inf (an empty row) must not be
-    # subtracted from itself.
-    top_BGRQ1 = jax.lax.stop_gradient(s_BGRQT.max(axis=-1, keepdims=True))
-    p_BGRQT = jnp.exp(s_BGRQT - jnp.where(top_BGRQ1 > -jnp.inf, top_BGRQ1, 0))
-    total_BGRQ = p_BGRQT.sum(axis=-1)
+    p_BGRQT, total_BGRQ = weigh(s_BGRQT)
     p_BGJT = dropout(p_BGRQT, rule.dropout_rate, rule.dropout_key).reshape(dots_BGJT.shape)
-    # Dividing after the product touches [Q, K] numbers instead of [Q, T].
-    y_BGJK = jnp.einsum("bgjt,bgtk->bgjk", p_BGJT.astype(v_BTGK.dtype), v_BGTK, preferred_element_type=wide)
-    y_BGRQK = y_BGJK.reshape(batch, groups, repeats, queries, width)
-    y_BGRQK = y_BGRQK / jnp.where(total_BGRQ > 0, total_BGRQ, 1)[..., None]
-    return y_BGRQK.transpose(0, 3, 1, 2, 4).reshape(q_BQHK.shape).astype(q_BQHK.dtype)
+    y_BGJK = jnp.einsum("bgjt,bgtk->bgjk", p_BGJT.astype(v_BGTK.dtype), v_BGTK, preferred_element_type=wide)
+    return finish_values(y_BGJK, total_BGRQ, q_BQHK)
