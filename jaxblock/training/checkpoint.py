@@ -55,11 +55,14 @@ class Checkpoints:
     """The checkpoints of one run, by step. Nothing is written before the first save.
 
     Every save waits until its checkpoint is on disk, so leaving a `with` block has nothing to wait for, and no
-    failure is left behind in a thread. Of several processes one saves, arrays that it holds whole; every one loads.
+    failure is left behind in a thread. Several processes save
+    and load together, each with all arrays on its host; one of them writes.
     """
 
-    def __init__(self, folder: Path, keep: CheckpointConfig = _KEEP):
+    def __init__(self, folder: Path, keep: CheckpointConfig = _KEEP, *, writes: bool = True):
+        """`writes` is whether this process is the one of its run that writes."""
         self._folder = folder.absolute()
+        self._writes = writes
         self._keep = keep
 
     def __enter__(self) -> Self:
@@ -109,7 +112,8 @@ class Checkpoints:
                 self._read(step, parts)
                 return False
             except CheckpointDamaged:
-                self._set_aside(step)
+                if self._writes:
+                    self._set_aside(step)
         elif steps and step < steps[-1]:
             raise RunError(
                 f"step {step} cannot be saved in {str(self._folder)!r}, which holds step {steps[-1]}: a resumed run "
@@ -118,7 +122,8 @@ class Checkpoints:
         with self._reported(f"step {step} cannot be saved"):
             self._write(step, sorted(parts), leaves, dict(facts))
         with self._reported(f"step {step} is saved, but older ones cannot be dropped"):
-            self._drop()
+            if self._writes:
+                self._drop()
         return True
 
     def load(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,13 +183,16 @@ class Checkpoints:
         """Write a checkpoint beside its place, then rename it."""
         values = {name: host_array(leaf) for name, leaf in leaves.items()}
         saved = {name: saved_leaf(leaf, values[name]) for name, leaf in leaves.items()}
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
+        if self._writes:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
         unfinished = self._folder / f"{step}{_PARTIAL}"
         # TensorStore has no arrays without entries; the manifest says all there is to say of them.
         filled = {name: value for name, value in values.items() if value.size}
         with _orbax_settings():
             orbax.save(str(unfinished), filled, checkpointable_name=_ARRAYS)
+        if not self._writes:
+            return
         write_manifest(unfinished, Manifest(step, facts, parts, saved, written_files(unfinished)))
         _bring_to_disk(unfinished)
         unfinished.rename(self._folder / str(step))
@@ -290,9 +298,6 @@ def count_parameters(params: Params) -> int:
 def _orbax_settings() -> Iterator[None]:
     """Orbax as we use it, without its log: of a failure it holds pages, and the error raised says the same."""
     options = orbax.Context()
-    # A process that writes, or reads, does so alone: what it is given, or wants, are arrays on the host.
-    options.multiprocessing.primary_host = jax.process_index()
-    options.multiprocessing.active_processes = {jax.process_index()}
     options.array.saving.use_compression = (
         False  # it saves 7 % of the bytes of floats and takes half as long again
     )

@@ -57,7 +57,7 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
     config, task = prepared.config, prepared.task
     with (
         folder.locked(),
-        Checkpoints(folder.checkpoints, config.checkpoint) as checkpoints,
+        Checkpoints(folder.checkpoints, config.checkpoint, writes=folder.writes) as checkpoints,
         Interrupts() as interrupts,
     ):
         begun = _begin(prepared, checkpoints, writes=folder.writes)
@@ -120,16 +120,13 @@ class _Outlets(NamedTuple):
 def _begin(prepared: Prepared, checkpoints: Checkpoints, *, writes: bool) -> _Begun:
     """Return the newest saved state that is whole, or initial values where there is none.
 
-    Of several processes the one that writes is the first to look: it moves what is damaged out of the way.
+    Of several processes the one that writes moves what is damaged out of the way.
     """
     config, keys = prepared.config, run_keys(prepared.config.run.seed)
     init = functools.partial(init_state, prepared.task, config)
     like, placement = prepared.like, prepared.placement
-    if not writes:
-        processes.meet("the main process has looked at the checkpoints")
+    processes.meet("all look at the checkpoints")
     step, parts, notes = checkpoints.newest_whole(parts_of(like, keys.dropout), set_aside=writes)
-    if writes:
-        processes.meet("the main process has looked at the checkpoints")
     seen = -1 if step is None else step
     if processes.largest(seen) != seen:
         raise RunError("this process sees other checkpoints than another: all need the same folder")
@@ -140,8 +137,7 @@ def _begin(prepared: Prepared, checkpoints: Checkpoints, *, writes: bool) -> _Be
         state = placement.put(first_state(prepared.task.model, config, prepared.weights.params))
         # From here on the run is whole without the one it came from, which may change or go.
         parts = placement.readable(parts_of(state, keys.dropout))
-        if writes:
-            checkpoints.save(0, parts, facts=_facts(prepared, None))
+        checkpoints.save(0, parts, facts=_facts(prepared, None))
         return _Begun(
             state,
             placement.everywhere(keys.dropout),
@@ -377,8 +373,8 @@ class _Loop:
             step, val_loss = self.evaluated
             facts = _facts(self.prepared, val_loss if step == done else None)
             parts = self.placement.readable(parts_of(state, key))
-            if self.folder.writes:
-                self.checkpoints.save(done, parts, facts=facts)
+            self.checkpoints.save(done, parts, facts=facts)
+            processes.meet("the checkpoint has its name")
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         """Write rows to metrics.jsonl and to whatever watches."""

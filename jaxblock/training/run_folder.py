@@ -123,9 +123,10 @@ class RunFolder:
         Raises:
           ValueError: the run is done, or a field differs that decides its numbers, every one of them named.
         """
-        own = self.read_config()
+        written = read_config_file(self.config)
+        own = build_config(written)
         first = next(iter(self.read_metrics()), None)
-        if first is not None and first["config_fingerprint"] != config_fingerprint(own):
+        if first is not None and first["config_fingerprint"] != config_fingerprint(own, written=written):
             raise ValueError(
                 f"{str(self.config)!r} has been changed since the run started; start a new run from it"
             )
@@ -310,13 +311,21 @@ class RunError(ValueError):
     """A run's folder cannot be used as it is; nothing was written."""
 
 
-def config_fingerprint(config: TrainConfig) -> str:
-    """Return 16 hex digits that name what decides a run's numbers, wherever it lies: a resume may change the rest."""
+def config_fingerprint(config: TrainConfig, *, written: Mapping[str, Any] | None = None) -> str:
+    """Return 16 hex digits that name what decides a run's numbers, wherever it lies: a resume may change the rest.
+
+    Args:
+      config: the run's.
+      written: the sections of its file. Left out: all fields. A field that came after the run has its default, and
+        no place in the file or in the run's fingerprint.
+    """
     values = {
         f"{section}.{name}": value
         for section, entries in config.as_dict().items()
         for name, value in entries.items()
-        if f"{section}.{name}" != "run.dir" and not f"{section}.{name}".startswith(CHANGEABLE)
+        if f"{section}.{name}" != "run.dir"
+        and not f"{section}.{name}".startswith(CHANGEABLE)
+        and (written is None or name in written.get(section, {}))
     }
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
