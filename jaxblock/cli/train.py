@@ -45,6 +45,8 @@ def train(arguments: Sequence[str]) -> Action:
     from jaxblock.training.run_folder import FollowedFolder, RunError, RunFolder, new_path
 
     keep_freed_memory()
+    import jax
+
     command, overrides = parse_with_config(
         TrainCommand,
         arguments,
@@ -80,6 +82,12 @@ def train(arguments: Sequence[str]) -> Action:
             code, summary = run(prepared, folder)
         except RunError as error:
             return refuse(error)
+        except jax.errors.JaxRuntimeError as error:
+            if not processes.several():
+                raise
+            processes.leave(
+                f"another process of the run is gone ({error}); continue with --resume {folder.path}"
+            )
         except OSError as error:  # a full disk, a folder that went away
             print(f"jaxblock: {error}; continue with: jaxblock train --resume {folder.path}", file=sys.stderr)
             return FAILED

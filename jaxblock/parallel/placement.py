@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxblock.functional.dropout import ROWS_AXIS
@@ -45,14 +46,25 @@ class Rows(Protocol):
 class Placement(Protocol):
     """What a trainer asks of the place its arrays lie in."""
 
-    words: str
-    """What a person is told."""
-    devices: int
-    """How many devices compute."""
-    row_devices: int
-    """Devices over which the rows of a batch are split; a batch, and each piece of it, is a multiple."""
-    rows_axis: str | None
-    """The mapped axis a step is to sum over; None = the step is written for whole batches."""
+    @property
+    def words(self) -> str:
+        """What a person is told."""
+        ...
+
+    @property
+    def devices(self) -> int:
+        """How many devices compute."""
+        ...
+
+    @property
+    def row_devices(self) -> int:
+        """Devices over which the rows of a batch are split; a batch, and each piece of it, is a multiple."""
+        ...
+
+    @property
+    def rows_axis(self) -> str | None:
+        """The mapped axis a step is to sum over; None = the step is written for whole batches."""
+        ...
 
     def like(self, state: StateT, params: Params) -> StateT:
         """Return the shapes of a state, with shardings; `params` are the shapes of its parameters."""
@@ -133,7 +145,7 @@ class OnMesh:
     rows_axis = None
 
     def __init__(self, shape: MeshShape):
-        self.mesh: Mesh = make_mesh(shape, None if shape.devices == jax.device_count() else jax.devices()[: shape.devices])
+        self.mesh: Mesh = make_mesh(shape, jax.devices()[: shape.devices])
         self.devices = shape.devices
         self.row_devices = row_devices(self.mesh)
         sizes = ", ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True) if size > 1)
@@ -256,7 +268,7 @@ class Mapped:
 
 def _put(x: Array, sharding: NamedSharding) -> Array:
     """Return an array that every process has, or one that is placed already, in a sharding of all their devices."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     if jax.process_count() == 1 or x.sharding == sharding:
         return jax.device_put(x, sharding)
@@ -272,7 +284,7 @@ def _rows_of_process(batches: Rows, number: int, sharding: NamedSharding) -> Any
     place = {row: at for at, row in enumerate(own)}
 
     def put(x: Any) -> Array:
-        def part(index: tuple[slice, ...]) -> Any:
+        def part(index: tuple[slice, ...] | None) -> Any:
             return x[[place[row] for row in range(*_part(index).indices(count))]]
 
         return jax.make_array_from_callback((count, *x.shape[1:]), sharding, part)

@@ -5,8 +5,10 @@ writes the run's folder. The one module that touches `jax.distributed` and `mult
 """
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -48,7 +50,7 @@ def join(group: Group, *, timeout: int = 300) -> None:
     """Wait until all processes are there; before anything else of JAX.
 
     Raises:
-      ValueError: the group does not fit, nothing in the environment names one, or not all came within `timeout` seconds.
+      ValueError: the group does not fit, nothing in the environment names one, or not all came in `timeout` seconds.
     """
     check_group(group)
     try:
@@ -65,6 +67,17 @@ def join(group: Group, *, timeout: int = 300) -> None:
             f"the processes did not find each other: {reason}; under SLURM, Open MPI or on a TPU the environment says "
             "how, elsewhere --coordinator HOST:PORT --processes N --process I do"
         ) from error
+
+
+def several() -> bool:
+    """Return whether the run has more than one process."""
+    return jax.process_count() > 1
+
+
+def leave(reason: str) -> NoReturn:
+    """Say why in one line and end this process at once, exit code 1: waiting for the others could take for ever."""
+    print(f"jaxblock: {' '.join(reason.split())[:600]}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def is_main() -> bool:

@@ -51,9 +51,7 @@ def use_mesh(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def parameter_shardings(
-    params: Params, mesh: Mesh, *, rules: Mapping[str, str] = PARAMETER_AXES
-) -> Params:
+def parameter_shardings(params: Params, mesh: Mesh, *, rules: Mapping[str, str] = PARAMETER_AXES) -> Params:
     """Return a tree of the same structure with each parameter's sharding.
 
     Args:
@@ -69,7 +67,9 @@ def parameter_shardings(
         name = path_name(path)
         names = parameter_rule(name).axes
         if names is None:
-            names = ("depth", *(None,) * (leaf.ndim - 1)) if name.startswith("blocks/") else (None,) * leaf.ndim
+            names = (
+                ("depth", *(None,) * (leaf.ndim - 1)) if name.startswith("blocks/") else (None,) * leaf.ndim
+            )
         return NamedSharding(mesh, _spec(name, names, leaf.shape, mesh, rules))
 
     return jax.tree_util.tree_map_with_path(place, params)

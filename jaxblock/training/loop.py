@@ -18,12 +18,13 @@ from jaxblock.training.checkpoint import Checkpoints, count_parameters
 from jaxblock.training.guard import GOOD, NAMES, pass_over
 from jaxblock.training.interrupts import Interrupts
 from jaxblock.training.optimizer.roles import optimizer_table
-from jaxblock.training.prepare import Prepared, init_state, probed_step_of, run_keys
+from jaxblock.training.prepare import Prepared, probed_step_of
 from jaxblock.training.probing import probe_row, profiler, start_row, write_profile
 from jaxblock.training.progress import Progress
 from jaxblock.training.run_folder import RunError, RunFolder, finite_or_none
-from jaxblock.training.saved_state import parts_of, state_of
+from jaxblock.training.saved_state import parts_of
 from jaxblock.training.seconds import Seconds
+from jaxblock.training.start import Begun, begin, saved_facts
 from jaxblock.training.step import (
     Measured,
     ProbedStep,
@@ -31,7 +32,6 @@ from jaxblock.training.step import (
     StepMetrics,
     TrainState,
     averaged_weights,
-    first_state,
     make_step,
     pieces_of,
 )
@@ -55,12 +55,13 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
     """
     start = time.perf_counter()
     config, task = prepared.config, prepared.task
+    shown = config if folder.writes else unwatched(config)
     with (
         folder.locked(),
         Checkpoints(folder.checkpoints, config.checkpoint, writes=folder.writes) as checkpoints,
         Interrupts() as interrupts,
     ):
-        begun = _begin(prepared, checkpoints, writes=folder.writes)
+        begun = begin(prepared, checkpoints, writes=folder.writes)
         done, parameters = int(begun.state.step), count_parameters(begun.state.params)
         folder.start_metrics(config, task.facts, after=done, skipped=int(begun.state.skipped))
         probing = prepared.probing
@@ -75,7 +76,7 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
             Progress(
                 steps=config.run.steps, done=done, unit=prepared.task.unit, quiet=not folder.writes
             ) as progress,
-            Watch(config if folder.writes else unwatched(config), folder, baseline=baseline.loss, say=progress.say) as watch,
+            Watch(shown, folder, baseline=baseline.loss, say=progress.say) as watch,
         ):
             for line in _opening(prepared, begun, parameters, baseline):
                 progress.say(line)
@@ -101,14 +102,6 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
     return code, summary
 
 
-class _Begun(NamedTuple):
-    """Where a run begins or goes on."""
-
-    state: TrainState
-    key: Array
-    notes: list[str]
-
-
 class _Outlets(NamedTuple):
     """Where a loop's results go besides the folder."""
 
@@ -117,48 +110,7 @@ class _Outlets(NamedTuple):
     watch: Watch
 
 
-def _begin(prepared: Prepared, checkpoints: Checkpoints, *, writes: bool) -> _Begun:
-    """Return the newest saved state that is whole, or initial values where there is none.
-
-    Of several processes the one that writes moves what is damaged out of the way.
-    """
-    config, keys = prepared.config, run_keys(prepared.config.run.seed)
-    init = functools.partial(init_state, prepared.task, config)
-    like, placement = prepared.like, prepared.placement
-    processes.meet("all look at the checkpoints")
-    step, parts, notes = checkpoints.newest_whole(parts_of(like, keys.dropout), set_aside=writes)
-    seen = -1 if step is None else step
-    if processes.largest(seen) != seen:
-        raise RunError("this process sees other checkpoints than another: all need the same folder")
-    if step is not None and parts is not None:
-        state, key = state_of(parts, like)
-        return _Begun(state, placement.everywhere(key), notes)
-    if prepared.weights is not None:
-        state = placement.put(first_state(prepared.task.model, config, prepared.weights.params))
-        # From here on the run is whole without the one it came from, which may change or go.
-        parts = placement.readable(parts_of(state, keys.dropout))
-        checkpoints.save(0, parts, facts=_facts(prepared, None))
-        return _Begun(
-            state,
-            placement.everywhere(keys.dropout),
-            [*notes, f"starts from step {prepared.weights.step} of {config.init.from_run}"],
-        )
-    if config.init.from_run is not None:
-        raise RunError(
-            "; ".join([*notes, "no checkpoint is left, and init.from is read at a run's start only"])
-        )
-    # It runs once: on CPU, optimizing the random draws takes many times longer than drawing.
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    state = placement.init(init, keys.init, options=options)
-    return _Begun(state, placement.everywhere(keys.dropout), notes)
-
-
-def _facts(prepared: Prepared, val_loss: float | None) -> dict[str, Any]:
-    """Return what is saved beside a state."""
-    return {"config": prepared.config.as_dict(), "data": prepared.task.facts, "val_loss": val_loss}
-
-
-def _opening(prepared: Prepared, begun: _Begun, parameters: int, baseline: Baseline) -> Iterator[str]:
+def _opening(prepared: Prepared, begun: Begun, parameters: int, baseline: Baseline) -> Iterator[str]:
     """Yield the lines a run starts with."""
     yield from prepared.task.words
     if prepared.placement.devices > 1:
@@ -206,7 +158,9 @@ class _Loop:
                     self.watch.before_step(done + 1)
                     program, waited = self._program(done + 1, state, key)
                     started += waited
-                    state, metrics, *measured = program(state, self.placement.batch(task.train, done + skipped), key)
+                    state, metrics, *measured = program(
+                        state, self.placement.batch(task.train, done + skipped), key
+                    )
                     done += 1
                     self.pending.append((done, metrics, measured[0] if measured else None))
                     self.watch.after_step(done, state)
@@ -348,7 +302,7 @@ class _Loop:
 
     def _rewound(self, number: int) -> TrainState:
         """Return the newest saved state (the first one where none is), whose next batch follows batch `number`."""
-        state = _begin(self.prepared, self.checkpoints, writes=self.folder.writes).state
+        state = begin(self.prepared, self.checkpoints, writes=self.folder.writes).state
         return state._replace(skipped=jnp.asarray(number + 1 - int(state.step), jnp.int32))
 
     def _evaluate(self, done: int, state: TrainState) -> None:
@@ -371,7 +325,7 @@ class _Loop:
         """Save the state, unless this step is saved."""
         with self.seconds.spent_on("save"):
             step, val_loss = self.evaluated
-            facts = _facts(self.prepared, val_loss if step == done else None)
+            facts = saved_facts(self.prepared, val_loss if step == done else None)
             parts = self.placement.readable(parts_of(state, key))
             self.checkpoints.save(done, parts, facts=facts)
             processes.meet("the checkpoint has its name")

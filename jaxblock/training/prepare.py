@@ -110,8 +110,8 @@ def _check_rows(config: TrainConfig, devices: int) -> None:
     if batch % (devices * pieces):
         of = "" if pieces == 1 else f" in data.accumulation = {pieces} pieces"
         raise ValueError(
-            f"data.batch is {batch}{of}, and {devices} devices split its rows (parallel.replica x data x fsdp); it must "
-            f"be a multiple of {devices * pieces}, or parallel.data smaller"
+            f"data.batch is {batch}{of}, and {devices} devices split its rows (parallel.replica x data x fsdp); it "
+            f"must be a multiple of {devices * pieces}, or parallel.data smaller"
         )
 
 

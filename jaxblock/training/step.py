@@ -285,7 +285,9 @@ def _split(batch: Any, pieces: int) -> Any:
 
     def split(x: Any) -> Array:
         # On a mesh each piece's rows, not the pieces, lie on the devices.
-        return constrain(jnp.asarray(x).reshape(pieces, -1, *x.shape[1:]), None, "batch", *(None,) * (x.ndim - 1))
+        return constrain(
+            jnp.asarray(x).reshape(pieces, -1, *x.shape[1:]), None, "batch", *(None,) * (x.ndim - 1)
+        )
 
     return jax.tree.map(split, batch)
 

@@ -1,0 +1,183 @@
+"""One device's numbers on meshes of 8 simulated devices, under pmap, and in two processes; checkpoints move between."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.residual.entries import NAMES
+
+ROOT = Path(__file__).parents[2]
+SIMULATED = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count="
+RUN = ["--model.depth", "1", "--model.width", "16", "--model.heads", "2", "--model.kv_heads", "2"]
+RUN += [
+    "--model.context",
+    "16",
+    "--data.batch",
+    "8",
+    "--data.validation_tokens",
+    "600",
+    "--sample.length",
+    "4",
+]
+RUN += ["--model.branch_dropout", "0.1", "--model.attention_dropout", "0.1", "--run.log_every", "3"]
+RUN += ["--run.checkpoint_every", "3", "--optimizer.average", "0.9", "--execution.scan_unroll", "1"]
+
+
+def environment(devices: int) -> dict[str, str]:
+    return {**os.environ, "XLA_FLAGS": f"{SIMULATED}{devices}", "JAX_PLATFORMS": "cpu"}
+
+
+def eight(*names: str) -> dict[str, Any]:
+    """Return what `eight_placements.py` prints: the number of devices is fixed when JAX starts, so it is a process."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.parallel.eight_placements", *names],
+        env=environment(8),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout)
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return eight()
+
+
+def assert_one_devices_numbers(found: dict[str, Any]) -> None:
+    one = found.pop("one")
+    assert len(one) == 20
+    for name, placed in found.items():
+        np.testing.assert_allclose(placed["losses"], one, rtol=0, atol=1e-5, err_msg=name)
+        assert placed["parameters"] < 1e-3, name
+    assert found
+
+
+@pytest.mark.parametrize(
+    "kind", ["pre_norm", "attention_residual", "hyper_connections(streams=2)", "accumulation"]
+)
+def test_a_mesh_and_pmap_train_as_one_device_dropout_included(report, kind):
+    assert_one_devices_numbers(dict(report[kind]))
+
+
+def test_other_masks_are_other_losses(report):
+    """The control: pieces of a batch draw with keys of their own, so the same batches have other losses."""
+    difference = np.abs(np.subtract(report["accumulation"]["one"], report["pre_norm"]["one"]))
+    assert difference.max() > 1e-3
+
+
+@pytest.mark.parametrize("onto", ["one", "all", "data"])
+def test_a_checkpoint_of_eight_devices_comes_back_elsewhere_bit_by_bit(report, onto):
+    assert report["moved"]["restored"][onto] == {"bits": True, "placed": True}
+
+
+def test_fsdp_splits_parameters_and_optimizer_state_evenly(report):
+    moved = report["moved"]
+    assert moved["fsdp_bytes"] <= 1.05 * moved["total_bytes"] / 8
+    assert moved["data_bytes"] == moved["total_bytes"]  # the control: data parallelism copies all of it
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(8))
+def test_every_topology_trains_on_every_mesh_as_on_one_device(part):
+    for name, found in eight(*NAMES[part::8]).items():
+        print(name)  # of a failure
+        assert_one_devices_numbers(found)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def train(folder: Path, *flags: str, devices: int = 1, processes: int = 1, resume: bool = False) -> list[int]:
+    """Run the command, in one process or in several that find each other on this machine; return the exit codes."""
+    where = ["--resume", str(folder)] if resume else ["--run.dir", str(folder), *RUN]
+    port, started = free_port(), []
+    for index in range(processes):
+        group = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(processes), "--process", str(index)]
+        command = [sys.executable, "-m", "jaxblock.cli", "train", *where, *flags]
+        started.append(
+            subprocess.Popen(
+                [*command, *(group if processes > 1 else [])],
+                env=environment(devices),
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    words = [process.communicate(timeout=280)[0] for process in started]
+    codes = [process.returncode for process in started]
+    assert codes == [0] * processes, "\n".join(words)[-4000:]
+    return codes
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in rows(folder) if "loss" in row]
+
+
+def test_two_processes_train_as_one_and_either_goes_on_with_the_others_checkpoint(tmp_path):
+    """2 processes x 2 devices against 1 x 1, then on from step 6 the other way round: fewer, and more, devices."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(one, "--run.steps", "6")
+    train(two, "--run.steps", "6", "--parallel.fsdp", "2", devices=2, processes=2)
+    np.testing.assert_allclose(losses(two), losses(one), rtol=0, atol=1e-5)
+    assert [row["step"] for row in rows(two) if "loss" in row] == [1, 2, 3, 4, 5, 6]  # each written once
+    val = [next(row["val_loss"] for row in rows(folder) if "val_loss" in row) for folder in (one, two)]
+    np.testing.assert_allclose(*val, rtol=0, atol=1e-5)
+    assert sorted(path.name for path in (two / "checkpoints").iterdir()) == ["3", "6"]
+    assert all((two / name).exists() for name in ("sample.txt", "summary.json"))
+
+
+@pytest.mark.full
+def test_a_run_goes_on_with_other_processes_and_another_execution(tmp_path):
+    """10 steps unbroken, against 2 processes x 4 devices stopped after 6, then one device with another remat."""
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    train(whole, "--run.steps", "10")
+    train(moved, "--run.steps", "10", "--parallel.fsdp", "4", devices=4, processes=2)
+    for name in ("7", "8", "9", "10"):  # as if a kill had come after step 6
+        for path in (moved / "checkpoints").glob(name):
+            path.rename(moved / f"later-{name}")
+    for name in ("summary.json",):
+        (moved / name).unlink()
+    changed = ["--parallel.fsdp", "1", "--execution.remat", "full", "--execution.loss", "blocked"]
+    train(moved, *changed, resume=True)
+    np.testing.assert_allclose(losses(moved), losses(whole), rtol=0, atol=1e-5)
+    assert [row["step"] for row in rows(moved) if "loss" in row] == list(range(1, 11))
+
+
+def test_what_one_process_refuses_ends_all(tmp_path):
+    port, started = free_port(), []
+    for index, width in enumerate(("16", "15")):
+        command = [sys.executable, "-m", "jaxblock.cli", "train", "--coordinator", f"127.0.0.1:{port}"]
+        command += ["--processes", "2", "--process", str(index), "--run.dir", str(tmp_path / "run")]
+        started.append(
+            subprocess.Popen(
+                [*command, "--model.width", width],
+                env=environment(1),
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    words = [process.communicate(timeout=200)[1] for process in started]
+    assert [process.returncode for process in started] == [2, 2]
+    assert "another process cannot start the run" in words[0]
+    assert "model.width is 15" in words[1]
+    assert not (tmp_path / "run").exists()
