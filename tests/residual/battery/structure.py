@@ -202,7 +202,9 @@ def check_every_own_leaf_matters(entry: Entry) -> None:
         values = [x for _, x in leaves]
         values[i] = leaf + jnp.asarray(rng.uniform(-0.1, 0.1, leaf.shape), leaf.dtype)
         (_, after), _ = compiled(model)(jax.tree.unflatten(structure, values), tokens(), None)
-        assert not np.array_equal(before, after), f"{entry}: {name} moved by up to 0.1 leaves every logit as it was"
+        assert not np.array_equal(before, after), (
+            f"{entry}: {name} moved by up to 0.1 leaves every logit as it was"
+        )
 
 
 def check_every_leaf_learns(entry: Entry) -> None:
