@@ -16,6 +16,8 @@ from jaxblock.training.guard import GOOD
 from tests.small_runs import (
     STEPS,
     at_batches,
+    bad_input,
+    bad_target,
     losses,
     restored,
     resume,
@@ -39,20 +41,6 @@ def _compile_once(tmp_path_factory):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     return write_text(tmp_path_factory.mktemp("data") / "fox.jsonl")
-
-
-def bad_target(batch):
-    """A target that is no token: the loss is NaN."""
-    targets_BT = batch.targets_BT.copy()
-    targets_BT[1, 3] = 999
-    return batch._replace(targets_BT=targets_BT)
-
-
-def bad_input(batch):
-    """An input that is no token: its row of the embedding is NaN."""
-    inputs_BT = batch.inputs_BT.copy()
-    inputs_BT[0, 5] = 999
-    return batch._replace(inputs_BT=inputs_BT)
 
 
 def events(run: Path) -> list[dict]:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import jax
@@ -22,6 +23,7 @@ from tests.small_corpus import write_shard
 from tests.small_runs import (
     STEPS,
     at_step,
+    bad_target,
     losses,
     restored,
     resume,
@@ -157,6 +159,7 @@ def test_b91_a_folder_that_takes_no_more_checkpoints_ends_the_run(text, tmp_path
 
 
 def test_b98_a_new_run_in_the_folder_of_another_is_refused_at_its_start(unbroken, text, tmp_path, capsys):
+    """The control, a folder of its own where the same run saves, is B94's."""
     old, flags = tmp_path / "old", ["--run.steps", "10", "--run.checkpoint_every", "5"]
     shutil.copytree(unbroken, old)
     (old / "checkpoints" / "6").rename(old / "checkpoints" / "100")
@@ -164,8 +167,6 @@ def test_b98_a_new_run_in_the_folder_of_another_is_refused_at_its_start(unbroken
     assert train(text, old, *flags) == 2
     assert re.search(r"run\.dir is .*old', which exists; .*--resume", capsys.readouterr().err)
     assert {path: path.stat().st_mtime_ns for path in old.rglob("*")} == before
-    assert train(text, tmp_path / "new", *flags) == 0  # the control: elsewhere it saves at 5 and 10
-    assert sorted(int(path.name) for path in (tmp_path / "new" / "checkpoints").iterdir()) == [5, 10]
 
 
 AVERAGE = ["--optimizer.average", "0.9", "--run.evaluate_every", "2", "--run.checkpoint_every", "2"]
@@ -231,6 +232,23 @@ def test_a_run_is_continued_by_sample(unbroken, capsys):
     assert drawn["0"]["prompt"] == prompt
     assert prompt + drawn["0"]["text"] == printed.removesuffix("\n")
     assert drawn["0"] == drawn["0 "] != drawn["1"]
+
+
+@pytest.mark.full
+def test_b113_a_run_and_its_evaluation_need_no_logger_installed(
+    text, unbroken, tmp_path, monkeypatch, capsys
+):
+    for package in ("tensorboardX", "tensorboard", "tensorflow", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    run = tmp_path / "run"
+    assert train(text, run) == 0
+    assert rows(run) == rows(unbroken)
+    assert "step 6/6" in capsys.readouterr().err
+    assert main(["eval", str(run), "--stride", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    scored = {row["step"]: row["val_loss"] for row in rows(run) if "val_loss" in row}
+    assert found["loss"] == pytest.approx(scored[found["step"]], rel=1e-5)
+    assert train(text, tmp_path / "asked", "--watch.tensorboard", "true") == 2  # the control: asked for
 
 
 # Interrupts, resumes, seeds --------------------------------------------------------------------------------
@@ -321,15 +339,9 @@ def test_a_second_signal_acts_at_once():
 @pytest.fixture(scope="module")
 def broken(text, unbroken, tmp_path_factory) -> Path:
     """The folder of a run with another seed, and a target that does not exist in its fourth step."""
-
-    def poison(batch):
-        targets_BT = batch.targets_BT.copy()
-        targets_BT[1, 3] = 999
-        return batch._replace(targets_BT=targets_BT)
-
     run = tmp_path_factory.mktemp("runs") / "broken"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        at_step(monkeypatch, 3, poison)
+        at_step(monkeypatch, 3, bad_target)
         assert train(text, run, "--run.seed", "1") == 3
     return run
 
