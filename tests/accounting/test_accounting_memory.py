@@ -58,7 +58,7 @@ def compiled_slope(
     return (many - few) / (last - first)
 
 
-def test_compiled_memory_grows_by_what_is_kept_per_block():
+def test_b102_compiled_memory_grows_by_what_is_kept_per_block():
     """Equal to the byte when this was written; the band leaves XLA a hundredth. All policies: below, in full."""
     slope = compiled_slope(sized(), "dots", 2, 6)
     assert slope == pytest.approx(kept(sized(), "dots").per_block, rel=0.01)
@@ -79,6 +79,7 @@ def test_b102_compiled_memory_grows_by_what_is_kept_at_three_depths(changes, rem
         assert compiled_slope(sized(**changes), remat, first, last) == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.full
 def test_b102_a_block_adds_one_residual_stream_when_scanned_and_recomputed():
     stream = B * T * D * 4
     assert kept(sized(), "full").per_block == stream
