@@ -122,3 +122,17 @@ def signalled(number: int):
         return batch
 
     return action
+
+
+def bad_target(batch):
+    """A target that is no token: the loss is NaN."""
+    targets_BT = batch.targets_BT.copy()
+    targets_BT[1, 3] = 999
+    return batch._replace(targets_BT=targets_BT)
+
+
+def bad_input(batch):
+    """An input that is no token: its row of the embedding is NaN."""
+    inputs_BT = batch.inputs_BT.copy()
+    inputs_BT[0, 5] = 999
+    return batch._replace(inputs_BT=inputs_BT)

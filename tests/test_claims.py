@@ -1,23 +1,15 @@
 """`tests/claims.toml` keeps its word: every claim is there once, every test it names exists and bears its number."""
 
-import ast
-import functools
 import re
 import tomllib
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+from tests.listed_tests import TESTS, functions
+
 ROWS = tomllib.loads((TESTS / "claims.toml").read_text(encoding="utf-8"))
 NUMBERS = {"S0": 31, "S1": 61, "S2": 39, "S3": 24, "S4": 14}  # S2 has a 14b
-
-
-@functools.cache
-def functions(path: str) -> frozenset[str]:
-    tree = ast.parse((TESTS.parent / path).read_text(encoding="utf-8"))
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
 def numbers_in(name: str) -> set[str]:

@@ -1,4 +1,5 @@
-"""Step 8: every part beside Flax's own layer with the same parameters, in float32 and without dropout.
+"""Step 8: every part beside Flax's own layer with the same parameters, in float32 and without dropout. Products are
+taken in full float32 precision, whatever the process's own: TF32 and bfloat16 passes would look like a fault.
 
 norm            flax.linen.RMSNorm, LayerNorm
 attention       flax.linen.MultiHeadDotProductAttention, key and value heads repeated; for it the model's
@@ -24,6 +25,8 @@ from jaxblock.types import Array, Params
 
 CLOSE = 1e-4
 """Relative root mean square of a difference."""
+PRECISION = "highest"
+"""Of every product, theirs and ours."""
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -56,7 +59,8 @@ def official_layers(subject: Subject) -> Finding:
     left_out = "" if len(found) == 3 else " (the model's other parts have no layer of Flax's to stand beside)"
     return Finding(
         PASS if error < CLOSE else FAIL,
-        f"{', '.join(found)} beside Flax's own layers: at most {error:.2g} apart ({worst}){left_out}",
+        f"{', '.join(found)} beside Flax's own layers, products in {PRECISION} precision: at most {error:.2g} apart "
+        f"({worst}){left_out}",
         error,
         f"below {CLOSE:g}",
         Control("an epsilon of 0.1, the other mask, tanh for the activation: least", bare, not bare < CLOSE),
@@ -134,5 +138,5 @@ def _apart(ours: Callable, theirs: Callable, x_BTD: Array) -> float:
         a, b = ours(x), theirs(x)
         return jnp.sqrt(jnp.mean(jnp.square(a - b)) / jnp.mean(jnp.square(b)))
 
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision(PRECISION):
         return as_float(quick(distance)(x_BTD))

@@ -119,7 +119,7 @@ The fields, the first three required:
   traffic(config) -> int            numbers per token that all connections move, read or written
   advice                            learning rates and traps, a sentence or two
 
-What a topology declares is tested by running it: `tests/residual/battery.py` takes any topology, and says in a
+What a topology declares is tested by running it: `tests/residual/battery` takes any topology, and says in a
 sentence what is wrong. A line in `jaxblock.residual.registry` gives it the name by which a config asks for it.
 """
 

@@ -77,7 +77,7 @@ class Checkpoints:
         """Return the saved steps in order, damaged ones among them."""
         if not self._folder.exists():
             return []
-        with self._reported("cannot be listed"):
+        with self._reported("checkpoints cannot be listed"):
             names = [path.name for path in self._folder.iterdir() if path.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 

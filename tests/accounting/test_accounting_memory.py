@@ -35,9 +35,10 @@ def kept(model_config: ModelConfig, remat: str, *, batch: int = B, length: int =
 
 
 @functools.cache
-def compiled_bytes(model_config: ModelConfig, remat: str) -> int:
-    """Return the temporary memory of a compiled gradient of the training loss."""
-    model = Decoder(model_config, ExecutionConfig(remat=remat))
+def compiled_bytes(model_config: ModelConfig, remat: str, *, loop: bool = False) -> int:
+    """Return the temporary memory of a compiled gradient of the training loss, scanned or a loop over the blocks."""
+    unroll = model_config.depth if loop else 1
+    model = Decoder(model_config, ExecutionConfig(remat=remat, scan_unroll=unroll))
 
     def loss(params, tokens_BT):
         return cross_entropy(model.apply({"params": params}, tokens_BT), tokens_BT).loss
@@ -47,13 +48,17 @@ def compiled_bytes(model_config: ModelConfig, remat: str) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def compiled_slope(model_config: ModelConfig, remat: str, first: int, last: int) -> float:
+def compiled_slope(
+    model_config: ModelConfig, remat: str, first: int, last: int, *, loop: bool = False
+) -> float:
     """Return how many bytes a block adds, between two depths."""
-    few, many = (compiled_bytes(dataclasses.replace(model_config, depth=n), remat) for n in (first, last))
+    few, many = (
+        compiled_bytes(dataclasses.replace(model_config, depth=n), remat, loop=loop) for n in (first, last)
+    )
     return (many - few) / (last - first)
 
 
-def test_compiled_memory_grows_by_what_is_kept_per_block():
+def test_b102_compiled_memory_grows_by_what_is_kept_per_block():
     """Equal to the byte when this was written; the band leaves XLA a hundredth. All policies: below, in full."""
     slope = compiled_slope(sized(), "dots", 2, 6)
     assert slope == pytest.approx(kept(sized(), "dots").per_block, rel=0.01)
@@ -72,6 +77,23 @@ def test_b102_compiled_memory_grows_by_what_is_kept_at_three_depths(changes, rem
     expected = kept(sized(**changes), remat).per_block
     for first, last in ((4, 8), (8, 16)):
         assert compiled_slope(sized(**changes), remat, first, last) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.full
+def test_b102_a_block_adds_one_residual_stream_when_scanned_and_recomputed():
+    stream = B * T * D * 4
+    assert kept(sized(), "full").per_block == stream
+    assert compiled_slope(sized(), "full", 4, 8) == pytest.approx(stream, rel=0.01)
+    assert kept(sized(), "none").per_block > 10 * stream  # the control: what recomputing saves
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_b102_a_loop_is_linear_in_depth_too_and_keeps_at_most_what_a_scan_keeps_without_remat(remat):
+    """XLA for CPUs computes an unrolled block's values once, whatever is asked for; a scan's body it cannot merge."""
+    bound = 1.01 * kept(sized(), "none").per_block
+    for first, last in ((4, 8), (8, 16)):
+        assert B * T * D * 4 < compiled_slope(sized(), remat, first, last, loop=True) < bound
 
 
 @pytest.mark.full

@@ -30,6 +30,7 @@ from jaxblock.diagnose import (
     Measured,
     Subject,
     gradients,
+    official,
     run_checks,
     subject_of_config,
 )
@@ -43,6 +44,7 @@ from jaxblock.probes import gradient_profile
 from jaxblock.residual import Topology, place, topology
 from jaxblock.training.config_file import build_config
 from jaxblock.types import Array, Branch
+from tests.claims.claims import equations
 from tests.small_runs import write_text
 
 TINY = {
@@ -346,6 +348,39 @@ def test_a_learning_rate_30_times_too_high_is_caught(text: Path, right: dict[str
         "learning_rate", subject(text, optimizer__learning_rate=30 * TINY["optimizer.learning_rate"])
     )
     assert finding.verdict == FAIL, finding
+
+
+def test_b83_the_comparison_takes_full_precision_whatever_the_process_has_and_says_so(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where products are rounded to bfloat16 or TF32, as on TPUs and GPUs by default."""
+    traced: list[Any] = []
+
+    def products(f: Any, x_BTD: Array) -> set[Any]:
+        made = equations(jax.make_jaxpr(f)(x_BTD).jaxpr)
+        return {one.params["precision"] for one in made if one.primitive.name == "dot_general"}
+
+    def quick(f: Any) -> Any:
+        def run(x_BTD: Array) -> Array:
+            traced.append((f, x_BTD, products(f, x_BTD)))
+            return jax.jit(f)(x_BTD)
+
+        return run
+
+    monkeypatch.setattr(official, "quick", quick)
+    full = (jax.lax.Precision.HIGHEST,) * 2
+    with jax.default_matmul_precision("bfloat16"):
+        finding = ask("official_layers", subject(text))
+        found = set().union(*(precisions for _, _, precisions in traced))
+        # The control: traced outside of the comparison, the same functions take what the process has.
+        other = set().union(*(products(f, x_BTD) for f, x_BTD, _ in traced))
+    assert found == {full}
+    assert full not in other
+    assert other
+    assert finding.verdict == PASS
+    assert finding.number is not None
+    assert finding.number < 1e-4
+    assert "products in highest precision" in finding.found
 
 
 def test_another_epsilon_than_the_official_layers_is_caught(

@@ -166,8 +166,10 @@ def test_b65_minus_infinity_elsewhere_spoils_neither_loss_nor_gradient(smoothing
     np.testing.assert_array_equal(gradient(logits, targets, options=options), np.zeros((1, 1, 2)))
     # Without jit too: XLA may turn a product with a mask into a selection and hide the NaN.
     np.testing.assert_array_equal(cross_entropy(logits, targets, options=options), got)
-    # Control: the product with a one-hot row is NaN.
+    # Control: the product with a one-hot row is NaN; so targets are ids, and one-hot rows are refused.
     assert np.isnan(jnp.sum(jax.nn.one_hot(targets, 2) * jax.nn.log_softmax(logits)))
+    with pytest.raises(AssertionError, match="rank"):
+        cross_entropy(logits, jax.nn.one_hot(targets, 2), options=options)
 
 
 def test_b65_an_entry_at_minus_infinity_is_as_if_it_were_not_there():

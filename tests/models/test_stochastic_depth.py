@@ -8,7 +8,7 @@ import pytest
 from jaxblock import Decoder, ExecutionConfig
 from jaxblock.functional.dropout import drop_rows
 from jaxblock.models import layer_inputs
-from tests.residual.battery import dropout_key
+from tests.residual.battery.subject import dropout_key
 from tests.small import built, config, tokens
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxblock import Decoder, ExecutionConfig, init_cache, prefill
 from jaxblock.functional.value_residual import mix_values
-from tests.residual.battery import compiled
+from tests.residual.battery.subject import compiled
 from tests.small import built, config, tokens
 
 LEARNED = "learned(first=0.25, own=0.75)"

@@ -13,7 +13,7 @@ from jaxblock import Decoder, ExecutionConfig
 from jaxblock.functional.depth_mixing import mix_sources
 from jaxblock.models.write_once import holds_history, scan_plain, scan_write_once
 from jaxblock.residual import History, open_history, read_once
-from tests.residual.battery import PLAIN, dropout_key
+from tests.residual.battery.subject import PLAIN, dropout_key
 from tests.small import built, config, tokens
 
 DEPTH, SHAPE = 4, (2, 3, 5)

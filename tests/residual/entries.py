@@ -8,7 +8,8 @@ import pytest
 
 from jaxblock.models.write_once import holds_history
 from jaxblock.residual import REGISTRY, topology
-from tests.residual.battery import CHECKS, draw
+from tests.residual.battery import CHECKS
+from tests.residual.given import draw
 from tests.small import config
 
 REPRESENTATIVE = ("pre_norm", "dense_former", "attention_residual")
@@ -46,20 +47,21 @@ EVERY_NAME = ("parameter_count", "positions_and_rows_stay_apart", "mixing_matrix
 """Checks that need no decoder, or no compilation."""
 ALSO_BY_DEFAULT = {
     "post_norm": ("every_leaf_learns",),
-    "layer_scale": ("every_leaf_learns",),
+    "layer_scale": ("every_leaf_learns", "every_own_leaf_matters"),
     "deep_norm": ("depth_scaled",),
-    "manifold_hyper_connections": ("every_leaf_learns",),
+    "manifold_hyper_connections": ("every_leaf_learns", "every_own_leaf_matters"),
     "peri_norm": ("scale_free",),
     "branch_norm": ("scale_free",),
 }
 SHOWN_BY_ANOTHER = {
-    "pre_norm": ("reduces_to",),
+    "pre_norm": ("reduces_to", "every_own_leaf_matters"),
     "dense_former": (
         "loop_equals_scan",
         "remat_equals_none",
         "parallel_wiring",
         "vmap_equals_each_alone",
         "every_leaf_learns",
+        "every_own_leaf_matters",
         "moves_from_zero_output",
         "causal",
         "reduces_to",

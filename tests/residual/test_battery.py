@@ -3,8 +3,10 @@
 import pytest
 
 from jaxblock.residual import REGISTRY, topology
-from tests.residual.battery import CHECKS, Entry, memory_exponent
+from tests.residual.battery import CHECKS
+from tests.residual.battery.cost import memory_exponent
 from tests.residual.entries import HISTORIES, NAMES, PLAIN_STREAMS, cases
+from tests.residual.given import Entry
 
 
 @pytest.mark.parametrize(("name", "check"), cases(PLAIN_STREAMS))

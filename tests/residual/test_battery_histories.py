@@ -3,8 +3,10 @@
 import pytest
 
 from jaxblock.residual import topology
-from tests.residual.battery import CHECKS, Entry, memory_exponent
+from tests.residual.battery import CHECKS
+from tests.residual.battery.cost import memory_exponent
 from tests.residual.entries import HISTORIES, cases
+from tests.residual.given import Entry
 
 
 @pytest.mark.parametrize(("name", "check"), cases(HISTORIES))

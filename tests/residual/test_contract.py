@@ -29,7 +29,9 @@ from jaxblock.residual import (
 from jaxblock.residual import contract as contract_page
 from jaxblock.training.guard import GOOD
 from jaxblock.training.step import first_state, make_step
-from tests.residual.battery import CHEAP, CHECKS, PLAIN, Entry, GivenModel, draw, given_branch
+from tests.residual.battery import CHEAP, CHECKS
+from tests.residual.battery.subject import PLAIN
+from tests.residual.given import Entry, GivenModel, draw, given_branch
 from tests.small import built, config, tokens
 from tests.small_training import batch, training
 
@@ -188,6 +190,15 @@ class StartsShut(Scaled):
         return x + gate * f(Norm(self.config, name="norm")(x))
 
 
+class LearnsWithoutEffect(Scaled):
+    """A weight with a gradient and no value: what a mix that is left out of the sum looks like to an optimizer."""
+
+    @nn.compact
+    def __call__(self, x, f):
+        mix = self.param("mix", nn.initializers.ones, ())
+        return x + f(Norm(self.config, name="norm")(x)) + (mix - jax.lax.stop_gradient(mix))
+
+
 class Buffer(NamedTuple):
     x: jax.Array
     rows: jax.Array
@@ -264,6 +275,11 @@ WRONG = {
         of(type("Dead", (Scaled,), {"__call__": nn.compact(lambda self, x, f: dead(self, x, f))})),
         "every_leaf_learns",
         "connection/dead of block 0 gets no gradient, and `no_gradient` does not list it",
+    ),
+    "b47_learns_a_mix_that_changes_nothing": (
+        of(LearnsWithoutEffect),
+        "every_own_leaf_matters",
+        "connection/mix moved by up to 0.1 leaves every logit as it was",
     ),
     "never_moves_from_zero_output": (
         of(StartsShut),

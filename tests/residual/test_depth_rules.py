@@ -11,7 +11,8 @@ from jaxblock.axes import path_name
 from jaxblock.residual import REGISTRY, check_depth_rules, initializations, topology
 from jaxblock.training.config import OptimizerConfig, TrainConfig
 from jaxblock.training.config_file import build_config
-from tests.residual.battery import CHECKS, Entry
+from tests.residual.battery import CHECKS
+from tests.residual.given import Entry
 from tests.small import config
 
 SCALING = (

@@ -14,7 +14,8 @@ from jaxblock.functional.depth_mixing import Sources, mix_sources
 from jaxblock.functional.depth_views import LinearScores, mix_views, softmax_weights
 from jaxblock.models import StackInputs, init_blocks, layer_inputs, run_blocks
 from jaxblock.residual import Views, residual, topology
-from tests.residual.battery import PLAIN, draw
+from tests.residual.battery.subject import PLAIN
+from tests.residual.given import draw
 from tests.small import config
 
 EPSILON = 1e-3  # large enough to show if it were misplaced

@@ -10,7 +10,9 @@ from jaxblock.functional.residual_updates import gated_sum, low_rank, orthogonal
 from jaxblock.residual import topology
 from jaxblock.residual.highway import highway
 from jaxblock.residual.laurel import laurel
-from tests.residual.battery import PLAIN, Entry, draw, measured_mixing
+from tests.residual.battery.structure import measured_mixing
+from tests.residual.battery.subject import PLAIN
+from tests.residual.given import Entry, draw
 from tests.residual.test_history_references import SUBLAYERS, layer, rms, run
 from tests.small import config, tokens
 

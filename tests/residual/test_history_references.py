@@ -8,15 +8,9 @@ import numpy as np
 import pytest
 
 from jaxblock.residual import topology
-from tests.residual.battery import (
-    PLAIN,
-    Entry,
-    GivenModel,
-    draw,
-    given_branch,
-    measured_mixing,
-    position_wise,
-)
+from tests.residual.battery.structure import measured_mixing
+from tests.residual.battery.subject import PLAIN
+from tests.residual.given import Entry, GivenModel, draw, given_branch, position_wise
 from tests.small import config
 
 EPSILON = 1e-3  # large enough to show if it were misplaced

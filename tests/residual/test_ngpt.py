@@ -14,7 +14,7 @@ from jaxblock.residual.ngpt import UNDECAYED, ngpt, unit_vectors
 from jaxblock.training.guard import GOOD
 from jaxblock.training.optimizer import decay_mask
 from jaxblock.training.step import first_state, make_step
-from tests.residual.battery import draw
+from tests.residual.given import draw
 from tests.residual.test_history_references import SUBLAYERS, layer, rms, run
 from tests.small import built, config, tokens
 from tests.small_training import batch, training

@@ -17,8 +17,8 @@ from jaxblock.functional.norms import layer_norm, rms_norm
 from jaxblock.residual import Topology, topology
 from jaxblock.residual.depth_rules import BLOCK_KERNELS
 from jaxblock.residual.mix_norm import post_blocks
-from tests.residual.battery import CHECKS, Entry
-from tests.residual.given import GivenModel, draw, position_wise
+from tests.residual.battery import CHECKS
+from tests.residual.given import Entry, GivenModel, draw, position_wise
 from tests.residual.test_scaled import Rule, assert_stack_equals_float64, norm, stack_in_float64
 from tests.small import built, config, tokens
 

@@ -17,8 +17,8 @@ from jaxblock.functional.norms import layer_norm, rms_norm
 from jaxblock.modules import scaling
 from jaxblock.residual import topology
 from jaxblock.residual.rezero import rezero
-from tests.residual.battery import CHECKS, Entry
-from tests.residual.given import GivenModel, draw, position_wise
+from tests.residual.battery import CHECKS
+from tests.residual.given import Entry, GivenModel, draw, position_wise
 from tests.small import config, tokens
 
 SUBLAYERS = {"serial": ("attention_connection", "feed_forward_connection"), "parallel": ("connection",)}

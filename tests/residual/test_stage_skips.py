@@ -14,16 +14,9 @@ from jaxblock.residual import topology
 from jaxblock.residual.input_injection import input_injection
 from jaxblock.residual.resi_dual import resi_dual
 from jaxblock.residual.unet import unet
-from tests.residual.battery import (
-    PLAIN,
-    Entry,
-    GivenModel,
-    draw,
-    given_branch,
-    measured_mixing,
-    position_wise,
-    run_given,
-)
+from tests.residual.battery.structure import measured_mixing
+from tests.residual.battery.subject import PLAIN
+from tests.residual.given import Entry, GivenModel, draw, given_branch, position_wise, run_given
 from tests.residual.test_history_references import EPSILON, layer, rms
 from tests.small import config, tokens
 

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxblock import Decoder
 from jaxblock.training.batches import Batch
 from jaxblock.training.config import DataConfig
 from jaxblock.training.step import make_step
+from tests.claims.claims import equations
 from tests.small import tokens
 from tests.small_training import Bigram, bigram_params, state_of, stepper, training
 
@@ -63,18 +65,24 @@ def test_the_decoder_in_pieces():
     chex.assert_trees_all_close(same, metrics, rtol=1e-4)
 
 
-def test_b61_half_precision_gradients_are_summed_in_float32():
+@pytest.mark.parametrize("master", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_b61_half_precision_gradients_are_summed_in_float32(master):
+    """Two pieces in bfloat16 compute; the control: over bfloat16 parameters the sums are not of their dtype."""
     run = training(
-        data={"batch": 8, "accumulation": 8}, optimizer=PLAIN, dtype="bfloat16", param_dtype="bfloat16"
+        data={"batch": 8, "accumulation": 2}, optimizer=PLAIN, dtype="bfloat16", param_dtype=master, depth=1
     )
     step, state = stepper(run)
-    text = str(jax.make_jaxpr(step)(state, ragged(), KEY))
-    kernel = state.params["blocks"]["feed_forward"]["up"]["kernel"]
-    assert kernel.dtype == jnp.bfloat16
-    # The outer scan carries the sums: its body adds float32 trees of the parameters' shapes.
-    assert f"f32[{','.join(map(str, kernel.shape))}]" in text
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state.params))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {master}
+    (sums,) = [
+        [var.aval for var in equation.outvars[: equation.params["num_carry"]]]
+        for equation in equations(jax.make_jaxpr(make_step(Decoder(run.model), run))(state, ragged(), KEY))
+        if equation.primitive.name == "scan" and equation.params["length"] == 2
+    ]
+    assert {aval.dtype for aval in sums} == {jnp.dtype(jnp.float32)}
+    assert sorted(aval.shape for aval in sums if aval.ndim) == shapes
     new, metrics = step(state, ragged(), KEY)
-    assert new.params["embedding"]["table"].dtype == jnp.bfloat16
+    assert new.params["embedding"]["table"].dtype == master
     assert np.isfinite(metrics.gradient_norm)
 
 

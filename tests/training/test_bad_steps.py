@@ -6,12 +6,18 @@ import signal
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxblock.training import step
+from jaxblock.training.checkpoint import Checkpoints
+from jaxblock.training.guard import GOOD
 from tests.small_runs import (
     STEPS,
     at_batches,
+    bad_input,
+    bad_target,
     losses,
     restored,
     resume,
@@ -35,20 +41,6 @@ def _compile_once(tmp_path_factory):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     return write_text(tmp_path_factory.mktemp("data") / "fox.jsonl")
-
-
-def bad_target(batch):
-    """A target that is no token: the loss is NaN."""
-    targets_BT = batch.targets_BT.copy()
-    targets_BT[1, 3] = 999
-    return batch._replace(targets_BT=targets_BT)
-
-
-def bad_input(batch):
-    """An input that is no token: its row of the embedding is NaN."""
-    inputs_BT = batch.inputs_BT.copy()
-    inputs_BT[0, 5] = 999
-    return batch._replace(inputs_BT=inputs_BT)
 
 
 def events(run: Path) -> list[dict]:
@@ -92,6 +84,43 @@ def test_b52_a_skipped_batch_is_counted_logged_and_passed_over(skipped, text, tm
         np.testing.assert_array_equal(ours, theirs)
 
 
+EIGHT = ("--run.steps", "8", "--run.checkpoint_every", "2", "--checkpoint.keep_latest", "9")
+
+
+def finite_checkpoints(run: Path) -> dict[int, bool]:
+    """Return for each retained step whether its parameters are finite."""
+    checkpoints, like = Checkpoints(run / "checkpoints"), {"params": restored(run)[3].params}
+    return {
+        step: all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(checkpoints.load(step, like)))
+        for step in checkpoints.steps()
+    }
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "saved"),
+    [("stop", 3, [2, 3]), pytest.param("skip", 0, [2, 4, 6, 8], marks=pytest.mark.full)],
+)
+def test_b52_no_checkpoint_of_eight_steps_holds_a_nan_of_batch_4(
+    text, tmp_path, monkeypatch, answer, code, saved
+):
+    run = tmp_path / "run"
+    at_batches(monkeypatch, {3: bad_input})
+    assert train(text, run, *EIGHT, "--guard.non_finite", answer) == code
+    assert finite_checkpoints(run) == dict.fromkeys(saved, True)
+    assert summary(run)["steps"] == saved[-1]
+    (event,) = events(run)
+    assert [event[name] for name in ("step", "event", "action")] == [4, "non_finite", answer]
+
+
+@pytest.mark.full
+def test_b52_control_with_a_blind_guard_the_nan_is_saved(text, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    at_batches(monkeypatch, {3: bad_input})
+    monkeypatch.setattr(step, "judge", lambda *_, **__: jnp.int32(GOOD))
+    assert train(text, run, *EIGHT) == 0
+    assert finite_checkpoints(run) == {2: True, 4: False, 6: False, 8: False}
+
+
 @pytest.mark.full
 def test_events_survive_a_resume_once(skipped, text, tmp_path, monkeypatch):
     run = tmp_path / "stopped"
@@ -107,19 +136,20 @@ def test_events_survive_a_resume_once(skipped, text, tmp_path, monkeypatch):
 def test_b53_more_bad_steps_than_the_limit_end_the_run_with_its_last_good_parameters(
     text, tmp_path, monkeypatch, capsys
 ):
+    """Twenty bad batches in a row under a limit of 5."""
     run = tmp_path / "run"
     at_batches(monkeypatch, dict.fromkeys(range(2, 22), bad_target))
-    assert train(text, run, *SKIP, "--guard.limit", "3") == 3
+    assert train(text, run, *SKIP, "--guard.limit", "5") == 3
     told = summary(run)
     assert (told["status"], told["steps"], told["skipped_batches"], told["bad_step"]) == (
         "non_finite",
         2,
-        3,
+        5,
         3,
     )
     found = events(run)
-    assert [row["action"] for row in found] == ["skip", "skip", "skip", "stop"]
-    assert "more than guard.limit = 3 bad steps" in found[-1]["sentence"]
+    assert [row["action"] for row in found] == [*["skip"] * 5, "stop"]
+    assert "more than guard.limit = 5 bad steps" in found[-1]["sentence"]
     assert found[-1]["sentence"] in capsys.readouterr().err
     assert finite_everywhere(run)
     # With a higher limit it may go on, and meets the rest.
@@ -129,7 +159,7 @@ def test_b53_more_bad_steps_than_the_limit_end_the_run_with_its_last_good_parame
     (stop,) = [json.loads(line) for line in (run / "abandoned.jsonl").read_text().splitlines()]
     assert stop == found[-1]  # a resume meets the step again, and loses nothing
     changed = [row for row in rows(run) if row.get("event") == "config"]
-    assert [row["changed"] for row in changed] == [["guard.limit: 30, 3"]]
+    assert [row["changed"] for row in changed] == [["guard.limit: 30, 5"]]
 
 
 def test_a_rewind_goes_back_to_the_checkpoint_and_passes_over_all_batches_since(text, tmp_path, monkeypatch):

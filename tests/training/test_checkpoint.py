@@ -34,7 +34,7 @@ class Moments(NamedTuple):
 
 
 def parts(seed: int, *, depth: int = 3, width: int = 4) -> dict[str, Any]:
-    """A small model's parts, drawn by numpy: nothing is compiled."""
+    """A small model's parts, drawn by numpy: nothing is compiled. Those of step 1 hold B96's key, 42."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> jax.Array:
@@ -45,7 +45,7 @@ def parts(seed: int, *, depth: int = 3, width: int = 4) -> dict[str, Any]:
         return {"blocks": {"attention": {"query": kernel}}, "embedding": draw(8, width)}
 
     moments = Moments(jnp.asarray(seed, jnp.int32), params(), params())
-    return {"params": params(), "optimizer": (moments, None, ()), "key": jax.random.key(seed)}
+    return {"params": params(), "optimizer": (moments, None, ()), "key": jax.random.key(41 + seed)}
 
 
 def saved(folder: Path, *steps: int, keep: CheckpointConfig | None = None) -> Checkpoints:
@@ -622,8 +622,8 @@ def test_b96_b91_another_process_goes_on_in_silence_meets_a_full_disk_and_ends_a
     said, trouble = process.communicate(timeout=250)
     assert (process.returncode, trouble) == (0, "")
     drawn, refused, steps = said.splitlines()
-    assert ast.literal_eval(drawn) == np.asarray(jax.random.bits(jax.random.key(1), (4,))).tolist()
-    assert ast.literal_eval(drawn) != np.asarray(jax.random.bits(jax.random.key(2), (4,))).tolist()
+    assert ast.literal_eval(drawn) == np.asarray(jax.random.bits(jax.random.key(42), (4,))).tolist()
+    assert ast.literal_eval(drawn) != np.asarray(jax.random.bits(jax.random.key(43), (4,))).tolist()
     assert (refused, steps) == ("refused", "[4, 5]")
     assert checkpoints.steps() == [5, 7]
     assert_same(checkpoints.load(7, parts(7)), parts(7))

@@ -416,6 +416,12 @@ def test_b76_a_corpus_shorter_than_the_context(tmp_path):
     with pytest.raises(ValueError, match=r"validation split of .*y\.txt holds 40 of 400 .*context \+ 1 = 41"):
         load(tmp_path / "y.txt", context=40)
     assert len(load(tmp_path / "y.txt", context=39).validation) == 40
+    (tmp_path / "shards").mkdir()
+    write_shard(tmp_path / "shards" / "train.bin", np.arange(100))
+    write_shard(tmp_path / "shards" / "val.bin", np.arange(10))
+    with pytest.raises(ValueError, match=r"validation split of .*shards holds 10 .*context \+ 1 = 17"):
+        load(tmp_path / "shards", context=16)
+    assert len(load(tmp_path / "shards", context=9).validation) == 10
 
 
 def test_b85_nothing_but_empty_files(tmp_path):

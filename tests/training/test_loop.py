@@ -4,10 +4,14 @@ import itertools
 import json
 import math
 import os
+import re
+import shutil
 import signal
+import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,6 +23,7 @@ from tests.small_corpus import write_shard
 from tests.small_runs import (
     STEPS,
     at_step,
+    bad_target,
     losses,
     restored,
     resume,
@@ -130,9 +135,70 @@ def test_b94_the_last_step_is_saved_and_intervals_are_kept(unbroken, text, tmp_p
     assert sorted(int(path.name) for path in (unbroken / "checkpoints").iterdir()) == [4, 6]
 
 
+def test_b91_a_folder_that_takes_no_more_checkpoints_ends_the_run(text, tmp_path, monkeypatch, capsys):
+    """After step 2 a file stands where the folder was; at step 4 the run says so, and what was saved is whole."""
+    run = tmp_path / "run"
+
+    def in_the_way(batch):
+        (run / "checkpoints").rename(run / "away")
+        (run / "checkpoints").write_text("in the way")
+        return batch
+
+    flags = ["--run.checkpoint_every", "2"]
+    with monkeypatch.context() as patch:
+        at_step(patch, 2, in_the_way)
+        assert train(text, run, *flags) not in (0, 3, 130, 143)
+    said = capsys.readouterr()
+    assert re.search(r"checkpoints cannot be listed in .*NotADirectoryError", said.err)
+    assert "done" not in said.out
+    (run / "checkpoints").unlink()
+    (run / "away").rename(run / "checkpoints")
+    assert restored(run)[2] == 2
+    assert resume(run) == 0  # the control: with the folder back it goes on to its end
+    assert sorted(int(path.name) for path in (run / "checkpoints").iterdir()) == [4, 6]
+
+
+def test_b98_a_new_run_in_the_folder_of_another_is_refused_at_its_start(unbroken, text, tmp_path, capsys):
+    """The control, a folder of its own where the same run saves, is B94's."""
+    old, flags = tmp_path / "old", ["--run.steps", "10", "--run.checkpoint_every", "5"]
+    shutil.copytree(unbroken, old)
+    (old / "checkpoints" / "6").rename(old / "checkpoints" / "100")
+    before = {path: path.stat().st_mtime_ns for path in old.rglob("*")}
+    assert train(text, old, *flags) == 2
+    assert re.search(r"run\.dir is .*old', which exists; .*--resume", capsys.readouterr().err)
+    assert {path: path.stat().st_mtime_ns for path in old.rglob("*")} == before
+
+
+AVERAGE = ["--optimizer.average", "0.9", "--run.evaluate_every", "2", "--run.checkpoint_every", "2"]
+
+
+@pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_b106_a_run_that_keeps_an_average_uses_no_buffer_twice_nor_after_it_is_gone(text, tmp_path, checked):
+    """Step, evaluate both weights, save, step; with and without `jax_debug_nans`, which runs a program again."""
+    run = tmp_path / "run"
+    with jax.debug_nans(checked):
+        assert train(text, run, *AVERAGE, "--run.steps", "4") == 0
+    assert list(losses(run)) == [1, 2, 3, 4]
+    scores = [row for row in rows(run) if "val_loss_average" in row]
+    assert [row["step"] for row in scores] == [2, 4]
+    assert all(row["val_loss_average"] != row["val_loss"] for row in scores)
+
+
+def test_b106_control_an_average_that_is_the_parameters_cannot_be_donated(unbroken):
+    state = restored(unbroken)[3]
+    step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    copied = jax.tree.map(jnp.array, (state.params, state.params))
+    step(copied)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(copied))
+    params = jax.tree.map(jnp.array, state.params)
+    with pytest.raises(ValueError, match="donate the same buffer twice"):
+        step((params, params))
+
+
 @pytest.mark.full
-def test_b95_five_and_five_steps_are_ten_rows(text, tmp_path, monkeypatch):
+def test_b95_b96_five_and_five_steps_are_ten_rows_dropout_included(text, tmp_path, monkeypatch):
     flags = ["--run.steps", "10", "--run.evaluate_every", "10", "--run.checkpoint_every", "10"]
+    flags += ["--model.branch_dropout", "0.1"]
     straight, halved = tmp_path / "straight", tmp_path / "halved"
     assert train(text, straight, *flags) == 0
     with monkeypatch.context() as patch:
@@ -168,6 +234,23 @@ def test_a_run_is_continued_by_sample(unbroken, capsys):
     assert drawn["0"] == drawn["0 "] != drawn["1"]
 
 
+@pytest.mark.full
+def test_b113_a_run_and_its_evaluation_need_no_logger_installed(
+    text, unbroken, tmp_path, monkeypatch, capsys
+):
+    for package in ("tensorboardX", "tensorboard", "tensorflow", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    run = tmp_path / "run"
+    assert train(text, run) == 0
+    assert rows(run) == rows(unbroken)
+    assert "step 6/6" in capsys.readouterr().err
+    assert main(["eval", str(run), "--stride", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    scored = {row["step"]: row["val_loss"] for row in rows(run) if "val_loss" in row}
+    assert found["loss"] == pytest.approx(scored[found["step"]], rel=1e-5)
+    assert train(text, tmp_path / "asked", "--watch.tensorboard", "true") == 2  # the control: asked for
+
+
 # Interrupts, resumes, seeds --------------------------------------------------------------------------------
 
 
@@ -187,7 +270,7 @@ def test_b44_the_same_seed_gives_the_same_bits(interrupted, unbroken):
     assert [row["step"] for row in first] == [1, 2, 3]
 
 
-def test_a_signal_saves_the_current_step_and_says_so(interrupted):
+def test_b94_a_signal_in_step_3_saves_step_3_and_says_so(interrupted):
     told = summary(interrupted)
     assert (told["status"], told["steps"], told["val_loss"]) == ("interrupted", 3, None)
     config, _, step, state = restored(interrupted)
@@ -256,15 +339,9 @@ def test_a_second_signal_acts_at_once():
 @pytest.fixture(scope="module")
 def broken(text, unbroken, tmp_path_factory) -> Path:
     """The folder of a run with another seed, and a target that does not exist in its fourth step."""
-
-    def poison(batch):
-        targets_BT = batch.targets_BT.copy()
-        targets_BT[1, 3] = 999
-        return batch._replace(targets_BT=targets_BT)
-
     run = tmp_path_factory.mktemp("runs") / "broken"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        at_step(monkeypatch, 3, poison)
+        at_step(monkeypatch, 3, bad_target)
         assert train(text, run, "--run.seed", "1") == 3
     return run
 
@@ -314,6 +391,12 @@ def test_shards_train(shards):
     ids = [int(word) for word in (shards / "sample.txt").read_text().split()]
     assert len(ids) == 32 + 8
     assert max(ids) < 256
+
+
+def test_b94_data_that_run_out_begin_again_and_the_last_step_is_saved(shards):
+    """Twelve windows in batches of four run out at step 3: an epoch's end is no end of a run."""
+    assert list(losses(shards)) == list(range(1, STEPS + 1))
+    assert sorted(path.name for path in (shards / "checkpoints").iterdir()) == ["4", "6"]
 
 
 def test_shards_are_sampled_by_ids(shards, capsys):

@@ -205,16 +205,20 @@ def test_evaluation_is_the_plain_loss_without_dropout_smoothing_and_z_loss():
 # Depth -----------------------------------------------------------------------------------------------------
 
 
-def lowered_size(depth: int, unroll: int = 1) -> int:
+def lines(depth: int, unroll: int = 1, *, compiled: bool = False) -> int:
+    """Return the lines of the step's text: as it is given to the compiler, or as it comes out."""
     run = training(depth=depth, execution=ExecutionConfig(scan_unroll=unroll))
     model, state = abstract_state(run)
-    return len(jax.jit(make_step(model, run)).lower(state, batch(), KEY).as_text())
+    lowered = jax.jit(make_step(model, run)).lower(state, batch(), KEY)
+    return len(str(lowered.compile().as_text() if compiled else lowered.as_text()).splitlines())
 
 
-def test_b101_the_lowered_step_does_not_grow_with_depth():
-    shallow = lowered_size(4)
-    assert abs(lowered_size(48) / shallow - 1) < 0.05
-    assert lowered_size(4, unroll=4) > 1.15 * shallow  # the measure sees a program that does
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_b101_the_step_does_not_grow_with_depth(compiled):
+    """What the compiler reads and what it writes: its seconds go by them, and no test here takes a time."""
+    shallow = lines(4, compiled=compiled)
+    assert abs(lines(48, compiled=compiled) / shallow - 1) < 0.05
+    assert lines(4, unroll=4, compiled=compiled) > 1.1 * shallow  # the measure sees a program that does
 
 
 def test_the_first_state_is_projected_as_later_ones_are():
