@@ -33,6 +33,7 @@ def train(arguments: Sequence[str]) -> Action:
     from jaxblock.training.loop import train as run
     from jaxblock.training.prepare import prepare
     from jaxblock.training.run_folder import RunError, RunFolder
+    from jaxblock.training.token_files import DataError
 
     keep_freed_memory()
     command, overrides = parse_with_config(
@@ -56,7 +57,7 @@ def train(arguments: Sequence[str]) -> Action:
             code, summary = run(prepared, folder)
         except RunError as error:
             return refuse(error)
-        except OSError as error:  # a full disk, a folder that went away
+        except (OSError, DataError) as error:  # a full disk, a folder or a shard that went away
             print(f"jaxblock: {error}; continue with: jaxblock train --resume {folder.path}", file=sys.stderr)
             return FAILED
         if command.json:

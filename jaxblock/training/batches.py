@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxblock.contracts import check_choice, check_integer
 from jaxblock.training.corpus import TokenStream
+from jaxblock.training.rows import checked_rows
 
 SEAMS = ("joined", "separate")
 
@@ -68,7 +69,7 @@ class TrainBatches:
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"step is {step}; it must be at least 0")
-        windows = [step * self.batch + row for row in _checked_rows(rows, self.batch)]
+        windows = [step * self.batch + row for row in checked_rows(rows, self.batch)]
         starts = [self._starts[window] for window in windows]
         return read_windows(self._stream, starts, context=self.context, seams=self._seams)
 
@@ -98,7 +99,7 @@ class ValidationBatches:
         """Return some rows of the global batch `number`: what one process reads."""
         if not 0 <= number < len(self):
             raise IndexError(f"batch {number} of {len(self)} validation batches")
-        windows = [number * self.batch + row for row in _checked_rows(rows, self.batch)]
+        windows = [number * self.batch + row for row in checked_rows(rows, self.batch)]
         starts = [window * self.context for window in windows]
         return read_windows(self._stream, starts, context=self.context, seams=self._seams)
 
@@ -111,12 +112,6 @@ def _check_settings(stream: TokenStream, *, context: int, batch: int, seams: str
         raise ValueError(
             f"the stream holds {len(stream)} tokens, but it must hold at least context + 1 = {context + 1}"
         )
-
-
-def _checked_rows(rows: Sequence[int], batch: int) -> Sequence[int]:
-    if any(not 0 <= row < batch for row in rows):
-        raise ValueError(f"rows are {list(rows)}; each must be at least 0 and below the batch size {batch}")
-    return rows
 
 
 def read_windows(stream: TokenStream, starts: Sequence[int], *, context: int, seams: str) -> Batch:
