@@ -10,7 +10,7 @@ There are at most `validation_tokens` in all, fewer where a source cannot hold o
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -104,7 +104,7 @@ def load_mixture(
             Path(name),
             vocab_size=vocab_size,
             context=1,
-            validation_tokens=math.ceil(share * validation_tokens) + 1,
+            validation_tokens=1 + max(1, math.ceil(share * _targets(validation_tokens, shares))),
             separator=separator,
             maps=maps,
         )
@@ -165,10 +165,15 @@ def _bytes_per_token(corpora: Sequence[Corpus]) -> float | None:
     return sum(ratio * count for ratio, count in zip(known, targets, strict=True)) / sum(targets)
 
 
+def _targets(tokens: int, sources: Sized) -> int:
+    """Return the most targets in so many tokens: the first token of each source is none."""
+    return max(0, tokens - len(sources))
+
+
 def _cut_validation(sources: Sequence[Source], most: int) -> list[Source]:
     """Return the sources with validation targets in proportion to the shares."""
     held = {source.name: len(source.corpus.validation) - 1 for source in sources}
-    room = Fraction(max(0, most - len(sources)))
+    room = Fraction(_targets(most, sources))
     targets = min(room, *(held[source.name] / source.share for source in sources))
     cut = []
     for source in sources:
