@@ -5,8 +5,10 @@ of shards keeps only those mapped that were read last (`ShardMaps`).
 """
 
 import functools
+import mmap
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,24 +20,42 @@ class ShardMaps:
 
     def __init__(self, most: int = 64):
         self.open = functools.lru_cache(maxsize=most)(_map)
-        """(path, dtype, offset in bytes, ids, size of the file in bytes) -> the ids, mapped read-only."""
+        """(path, dtype, offset in bytes, ids, size of the file in bytes) -> the file, mapped read-only."""
 
 
-def _map(path: Path, dtype: np.dtype, offset: int, count: int, size: int) -> np.ndarray:
-    with readable(path):
-        now = path.stat().st_size
+class _Mapped(NamedTuple):
+    """A file, and the ids that view it."""
+
+    memory: mmap.mmap
+    ids: np.ndarray
+
+
+def _map(path: Path, dtype: np.dtype, offset: int, count: int, size: int) -> _Mapped:
+    with readable(path), open(path, "rb") as file:
+        now = os.fstat(file.fileno()).st_size
         if now != size:  # a mapping behind the end of a file kills the process
             raise DataError(
                 f"{path} has {now} bytes and had {size} before: it was changed while it was in use"
             )
-        return np.asarray(np.memmap(path, dtype, mode="r", offset=offset, shape=(count,)))
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):  # else a touch reads megabytes around a window of a few kilobytes
+        memory.madvise(mmap.MADV_RANDOM)
+    return _Mapped(memory, np.frombuffer(memory, dtype, count, offset))
+
+
+def _fetch(memory: mmap.mmap, start: int, count: int) -> None:
+    """Ask the system for `count` bytes at once; without it each page would be waited for on its own."""
+    if count and hasattr(mmap, "MADV_WILLNEED"):
+        first = start - start % mmap.PAGESIZE
+        memory.madvise(mmap.MADV_WILLNEED, first, start + count - first)
 
 
 class MappedTokens:
     """Ids of a shard that behave like an array [N]: a slice is as lazy as the whole, `np.asarray` reads.
 
     Every id that is read is checked: np.asarray raises DataError, naming file and offset, for one that is not below
-    `vocab_size`, and where the file went away or has another size than it had.
+    `vocab_size`, and where the file went away or has another size than it had. (A file that is cut short between two
+    reads, while it stays mapped, is not seen: the system ends the process, as it does for every mapping.)
     """
 
     def __init__(
@@ -72,7 +92,9 @@ class MappedTokens:
 
     def __array__(self, dtype: Any = None, /, *, copy: bool | None = None) -> np.ndarray:
         """Return the ids, checked, without a copy unless another dtype or a copy is asked for."""
-        ids = self._maps.open(*self._file)[self._span.start : self._span.stop]
+        memory, ids = self._maps.open(*self._file)
+        _fetch(memory, self._file[2] + self._span.start * self.dtype.itemsize, self.nbytes)
+        ids = ids[self._span.start : self._span.stop]
         check_ids(self.path, ids, vocab_size=self.vocab_size, start=self._span.start)
         return np.array(ids, dtype) if copy or dtype not in (None, ids.dtype) else ids
 
