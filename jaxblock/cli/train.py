@@ -43,6 +43,7 @@ def train(arguments: Sequence[str]) -> Action:
     from jaxblock.training.loop import train as run
     from jaxblock.training.prepare import prepare
     from jaxblock.training.run_folder import FollowedFolder, RunError, RunFolder, new_path
+    from jaxblock.training.token_files import DataError
 
     keep_freed_memory()
     import jax
@@ -88,7 +89,7 @@ def train(arguments: Sequence[str]) -> Action:
             processes.leave(
                 f"another process of the run is gone ({error}); continue with --resume {folder.path}"
             )
-        except OSError as error:  # a full disk, a folder that went away
+        except (OSError, DataError) as error:  # a full disk, a folder or a shard that went away
             print(f"jaxblock: {error}; continue with: jaxblock train --resume {folder.path}", file=sys.stderr)
             return FAILED
         if not folder.writes:

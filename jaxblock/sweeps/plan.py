@@ -37,7 +37,14 @@ NOT_READ = (
     "sample.",
 )
 """What a sweep has no use for, and a plan may not set."""
-OTHER_LOSSES = ("run.task", "model.vocab_size", "data.path", "data.separator", "data.validation_tokens")
+OTHER_LOSSES = (
+    "run.task",
+    "model.vocab_size",
+    "data.path",
+    "data.mixture",
+    "data.separator",
+    "data.validation_tokens",
+)
 """Axes that would change what a loss is measured on, so that nothing could be compared."""
 NO_AXIS = ("probe.every", "probe.statistics")
 """What is measured is the same for every run of a sweep, and changes none."""

@@ -8,7 +8,7 @@ probabilities of the shorter one. Source: Witten and Bell (1991), IEEE Trans. In
 the interpolated form of Chen and Goodman, arXiv cmp-lg/9606011.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,6 +18,8 @@ from jaxblock.contracts import check_integer
 from jaxblock.training.corpus import TokenStream
 
 ORDER = 3
+MOST_TOKENS = 50_000_000
+"""Training tokens that are counted, at most."""
 _CHUNK_TOKENS = 2**22
 _MOST_DENSE_VOCAB = 256
 _MOST_SPARSE_VOCAB = 2**21 - 1  # V^3 must stay below 2^63
@@ -117,14 +119,17 @@ class Trigram:
             result = np.where(seen, (count + distinct * result) / np.where(seen, total + distinct, 1), result)
         return result
 
-    def score(self, stream: TokenStream) -> float:
-        """Return the mean nats per token over tokens 1 .. N - 1 of `stream` (token 1 has one before it)."""
+    def score(self, *streams: TokenStream) -> float:
+        """Return the mean nats per token over tokens 1 .. N - 1 of each stream (token 1 has one before it)."""
+        return sum(map(self._nats, streams)) / sum(len(stream) - 1 for stream in streams)
+
+    def _nats(self, stream: TokenStream) -> float:
         if len(stream) < 2:
             raise ValueError(f"the stream to score holds {len(stream)} tokens; it must hold at least 2")
         nats = -float(np.log(self.probabilities(stream.read(0, 2)[None].astype(np.int64))).sum())
         for columns in _grams(stream, ORDER, tokens=len(stream), vocab_size=self.vocab_size):
             nats -= float(np.log(self.probabilities(columns.T)).sum())
-        return nats / (len(stream) - 1)
+        return nats
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ def fit_trigram(
     train: TokenStream,
     vocab_size: int,
     *,
-    most_tokens: int = 50_000_000,
+    most_tokens: int = MOST_TOKENS,
     counts: type[DenseCounts] | type[SparseCounts] | None = None,
 ) -> Trigram:
     """Count the first `most_tokens` of `train`, across the seams of its documents.
@@ -162,18 +167,24 @@ def fit_trigram(
 
 
 def trigram_baseline(
-    train: TokenStream, validation: TokenStream, vocab_size: int, *, most_tokens: int = 50_000_000
+    train: TokenStream,
+    validation: Sequence[TokenStream],
+    vocab_size: int,
+    *,
+    most_tokens: int = MOST_TOKENS,
 ) -> Baseline:
-    """Fit a trigram on `train` and score it on the targets of `validation`, tokens 1 .. N - 1."""
+    """Fit a trigram on `train` and score it on the targets of each validation stream, tokens 1 .. N - 1."""
     trigram = fit_trigram(train, vocab_size, most_tokens=most_tokens)
-    return Baseline(trigram.score(validation), trigram.fitted_tokens, len(validation) - 1)
+    return Baseline(
+        trigram.score(*validation), trigram.fitted_tokens, sum(len(stream) - 1 for stream in validation)
+    )
 
 
 def trigram_loss(
-    train: TokenStream, validation: TokenStream, vocab_size: int, *, most_tokens: int = 50_000_000
+    train: TokenStream, validation: TokenStream, vocab_size: int, *, most_tokens: int = MOST_TOKENS
 ) -> float:
-    """Return the loss of `trigram_baseline` alone."""
-    return trigram_baseline(train, validation, vocab_size, most_tokens=most_tokens).loss
+    """Return the loss of `trigram_baseline` on one stream alone."""
+    return trigram_baseline(train, [validation], vocab_size, most_tokens=most_tokens).loss
 
 
 def _grams(stream: TokenStream, size: int, *, tokens: int, vocab_size: int) -> Iterator[np.ndarray]:

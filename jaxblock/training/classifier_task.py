@@ -171,7 +171,12 @@ def _load(config: TrainConfig) -> LabelledCorpus:
     levels, words = (LEVELS, "gray levels") if data.path == DIGITS else (256, "bytes")
     if vocab_size < levels:
         raise ValueError(f"model.vocab_size is {vocab_size}; it must be at least {levels} for {words}")
-    for name, value, default in (("seams", data.seams, "joined"), ("separator", data.separator, None)):
+    unread = (
+        ("seams", data.seams, "joined"),
+        ("separator", data.separator, None),
+        ("mixture", data.mixture, {}),
+    )
+    for name, value, default in unread:
         if value != default:
             raise ValueError(f"data.{name} is {value!r}; a classifier's rows are one text each, leave it out")
     if config.execution.loss != "whole":

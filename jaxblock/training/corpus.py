@@ -6,7 +6,7 @@
 | a file | its bytes, never decoded | one |
 | a `.jsonl` file | the UTF-8 bytes of each line's "text" | one a line |
 | a folder | its text and `.jsonl` files, recursively, without hidden, binary and empty ones | as above |
-| a `.bin` file, or a folder with `.bin` files directly in it | its ids, memory-mapped | one a shard, or by separator |
+| a `.bin` file, or a folder with `.bin` files directly in it | its ids | one a shard, or by separator |
 | a folder of `jaxblock tokenize` | the same | what ends in its end of text |
 
 The split: one file gives its tail to validation; several text files are split by file, in the order of a hash
@@ -17,6 +17,9 @@ A separator (an end of text) belongs to the document before it, which so learns 
 the next one. In shards where the separator *starts* a document (llm.c, 50256 of GPT-2) the very first document is
 that one token alone, and each text is followed by the separator of the next. Where a separator is known, the edge
 of a shard is no seam: documents run on from shard to shard.
+
+Shards are mapped where they are read and their ids checked then (`MappedTokens`): at the start that is what the
+fingerprint reads, all of a small corpus and some blocks of a large one.
 """
 
 import functools
@@ -26,14 +29,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxblock.contracts import check_integer
-from jaxblock.training.shards import TokenFolder, read_shard, read_token_folder
+from jaxblock.training.mapped_tokens import ShardMaps
+from jaxblock.training.shards import TokenFolder, map_shard, read_token_folder
 from jaxblock.training.token_files import (
     TextFiles,
     TokenFile,
+    Tokens,
     find_shards,
     find_texts,
     no_text,
@@ -45,7 +51,7 @@ from jaxblock.training.token_files import (
 from jaxblock.training.tokenizers import BYTE_VALUES, BYTES, Tokenizer, has_library, restore_tokenizer
 
 _SAMPLED_BYTES = 64 * 2**20
-_SAMPLED_BLOCKS, _BLOCK_TOKENS = 64, 2**15
+_SAMPLED_BLOCKS, _ALL_BLOCKS, _BLOCK_TOKENS = 64, 1024, 2**15
 _SCAN_TOKENS = 2**20
 
 
@@ -53,12 +59,12 @@ class TokenStream:
     """Tokens of one or several arrays read as one, with the places where documents begin.
 
     Either `starts` holds the int64 offset of each document (default: each array is one), the first 0; or a document
-    begins at 0 and behind every `separator`. Offsets are 64-bit throughout, and arrays may be memory-mapped: only
+    begins at 0 and behind every `separator`. Offsets are 64-bit throughout, and arrays may be mapped, or lazy: only
     what is read is loaded, separators are looked for in the span that is asked for.
     """
 
     def __init__(
-        self, arrays: Sequence[np.ndarray], starts: np.ndarray | None = None, *, separator: int | None = None
+        self, arrays: Sequence[Tokens], starts: np.ndarray | None = None, *, separator: int | None = None
     ):
         if starts is not None and separator is not None:
             raise ValueError("a stream takes starts or a separator, not both")
@@ -67,6 +73,22 @@ class TokenStream:
         begins = self._ends - np.array([len(array) for array in self._arrays], np.int64)
         self._starts = begins if starts is None else np.asarray(starts, np.int64)
         self.separator = separator
+
+    @property
+    def arrays(self) -> tuple[Tokens, ...]:
+        """What the stream reads from, one after the other."""
+        return self._arrays
+
+    def first(self, count: int) -> "TokenStream":
+        """Return the stream that ends after `count` tokens, or this one where it has no more."""
+        if count >= len(self):
+            return self
+        room = [count - int(end) + len(array) for array, end in zip(self._arrays, self._ends, strict=True)]
+        arrays = [
+            array[: min(left, len(array))] for array, left in zip(self._arrays, room, strict=True) if left > 0
+        ]
+        starts = None if self.separator is not None else self._starts[self._starts < count]
+        return TokenStream(arrays, starts, separator=self.separator)
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
@@ -104,7 +126,7 @@ class TokenStream:
             array = self._arrays[part]
             begin = start + filled - (int(self._ends[part]) - len(array))
             piece = array[begin : begin + count - filled]
-            tokens[filled : filled + len(piece)] = piece
+            tokens[filled : filled + len(piece)] = np.asarray(piece)
             filled += len(piece)
             part += 1
         return tokens
@@ -130,12 +152,13 @@ class TokenStream:
 class Corpus:
     """Train and validation tokens, and what a run records about them.
 
-    `fingerprint` names the data: 16 hex digits of a sha256 over the names, sizes and contents of both streams
-    (of a `.bin` shard above 64 MiB: its size and 64 blocks of 64 KiB, evenly spaced). `source` is a sentence
-    for people, `notes` are sentences about what was left out. Bits per byte are
-    loss / ln 2 / bytes_per_token; None where the bytes behind a token are unknown (`.bin` shards without a
-    `tokens.json`; with one it is the ratio of their validation split, of which a part may be used).
-    `tokenizer` turns ids back into text: bytes for text, None where it is unknown or its library is missing.
+    `fingerprint` names the data: 16 hex digits of a sha256 over the names, sizes and contents of both streams (where
+    `.bin` shards hold more than 64 MiB in all: their sizes and evenly spaced blocks of 32,768 ids, 64 a shard and of
+    more than 16 shards fewer, but two at least). `source` is a sentence for people, `notes` are sentences about what
+    was left out. Bits per byte are loss / ln 2 / bytes_per_token; None where the bytes behind a token are unknown
+    (`.bin` shards without a `tokens.json`; with one it is the ratio of their validation split, of which a part may be
+    used). `tokenizer` turns ids back into text: bytes for text, None where it is unknown or its library is missing;
+    `tokenizer_fingerprint` names it, None where it is unknown.
     """
 
     train: TokenStream
@@ -145,6 +168,7 @@ class Corpus:
     notes: tuple[str, ...]
     bytes_per_token: float | None
     tokenizer: Tokenizer | None
+    tokenizer_fingerprint: str | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +180,7 @@ class _Source:
     notes: tuple[str, ...]
     bytes_per_token: float | None = None
     tokenizer: Tokenizer | None = None
+    tokenizer_fingerprint: str | None = None
     separator: int | None = None
     is_text: bool = False
 
@@ -167,12 +192,14 @@ def load_corpus(
     context: int,
     validation_tokens: int = 262_144,
     separator: int | None = None,
+    maps: ShardMaps | None = None,
 ) -> Corpus:
     """Load the tokens at `path` (the standard library's source for None) and split them.
 
     Validation holds min(validation_tokens, 10 % of all tokens), or at most validation_tokens of the shards
     named "val". Each split must hold at least context + 1 tokens. Texts are joined without a separator;
     `separator` is the id that ends a document inside `.bin` shards, where it is not known from a `tokens.json`.
+    `maps` keeps shards mapped; corpora that share it hold as few open files as one.
 
     Raises ValueError, in one sentence, for everything that is wrong with the path, the files or the sizes.
     """
@@ -181,7 +208,8 @@ def load_corpus(
     check_integer("data.validation_tokens", validation_tokens, least=1)
     if separator is not None:
         check_integer("data.separator", separator, least=0, most=vocab_size - 1)
-    source = _read_source(path, vocab_size=vocab_size, separator=separator)
+    opening = _Opening(vocab_size, separator, ShardMaps() if maps is None else maps)
+    source = _read_source(path, opening)
     train, validation = _split(source, validation_tokens)
     total = sum(map(len, source.files))
     for split, held in (("train", train), ("validation", validation)):
@@ -196,6 +224,7 @@ def load_corpus(
         notes=source.notes,
         bytes_per_token=source.bytes_per_token,
         tokenizer=source.tokenizer,
+        tokenizer_fingerprint=source.tokenizer_fingerprint,
     )
 
 
@@ -207,13 +236,22 @@ def _check_length(split: str, tokens: int, *, total: int, context: int, words: s
         )
 
 
-def _read_source(path: Path | None, *, vocab_size: int, separator: int | None) -> _Source:
+class _Opening(NamedTuple):
+    """What it takes to open shards."""
+
+    vocab_size: int
+    separator: int | None
+    maps: ShardMaps
+
+
+def _read_source(path: Path | None, opening: _Opening) -> _Source:
+    vocab_size, separator, maps = opening
     folder = None if path is None else read_token_folder(path)
     if path is not None and folder is not None:
-        return _read_token_folder(path, folder, vocab_size=vocab_size, separator=separator)
+        return _read_token_folder(path, folder, opening)
     shards = [] if path is None else find_shards(path)
     if path is not None and shards:
-        files = [read_shard(shard, shard.name, vocab_size=vocab_size) for shard in shards]
+        files = [map_shard(shard, shard.name, vocab_size=vocab_size, maps=maps) for shard in shards]
         return _Source(str(path), files, _beside(path, len(shards)), separator=separator)
     source = _read_texts(find_texts(path))
     if separator is not None:
@@ -227,7 +265,8 @@ def _read_source(path: Path | None, *, vocab_size: int, separator: int | None) -
     return source
 
 
-def _read_token_folder(path: Path, folder: TokenFolder, *, vocab_size: int, separator: int | None) -> _Source:
+def _read_token_folder(path: Path, folder: TokenFolder, opening: _Opening) -> _Source:
+    vocab_size, separator, maps = opening
     name, end_of_text = folder.tokenizer["name"], folder.tokenizer["end_of_text"]
     if vocab_size < folder.tokenizer["vocab_size"]:
         raise ValueError(
@@ -238,13 +277,14 @@ def _read_token_folder(path: Path, folder: TokenFolder, *, vocab_size: int, sepa
         raise ValueError(
             f"data.separator is {separator}, but the end of text in {path} is {end_of_text}: leave it out"
         )
-    files = folder.open(path)
+    files = folder.open(path, vocab_size=vocab_size, maps=maps)
     notes = _beside(path, len(files) + 1 + (folder.tokenizer["file"] is not None))
     readable_here = folder.tokenizer["file"] is None or has_library()
     if not readable_here:
         notes += (f'Ids stay ids: the tokenizer {name!r} needs pip install "jaxblock[hf]".',)
     tokenizer = restore_tokenizer(folder.tokenizer, path) if readable_here else None
-    return _Source(str(path), files, notes, folder.bytes_per_token, tokenizer, end_of_text)
+    fingerprint = folder.tokenizer["fingerprint"]
+    return _Source(str(path), files, notes, folder.bytes_per_token, tokenizer, fingerprint, end_of_text)
 
 
 def _beside(path: Path, known: int) -> tuple[str, ...]:
@@ -264,7 +304,7 @@ def _read_texts(texts: TextFiles) -> _Source:
     notes = note_skipped(Counter({"empty files": len(files) - len(kept)})) + texts.notes
     if not kept:
         raise ValueError(no_text(f"data.path {texts.words}", notes))
-    return _Source(texts.words, kept, notes, 1.0, BYTES, is_text=True)
+    return _Source(texts.words, kept, notes, 1.0, BYTES, BYTES.fingerprint, is_text=True)
 
 
 def _split(source: _Source, validation_tokens: int) -> tuple[list[TokenFile], list[TokenFile]]:
@@ -319,20 +359,28 @@ def _join(files: Sequence[TokenFile], separator: int | None) -> TokenStream:
 
 
 def _fingerprint(train: Sequence[TokenFile], validation: Sequence[TokenFile]) -> str:
-    digest = hashlib.sha256()
+    digest, blocks = hashlib.sha256(), _blocks_of(train, validation)
     for split, files in (("train", train), ("validation", validation)):
         for file in files:
             digest.update(f"{split}\0{len(file)}\0{file.tokens.dtype.str}\0".encode())
             digest.update(os.fsencode(file.name) + b"\0")
-            for block in _hashed_blocks(file.tokens):
+            for block in _hashed_blocks(file.tokens, blocks):
                 digest.update(np.ascontiguousarray(block).view(np.uint8).data)
     return digest.hexdigest()[:16]
 
 
-def _hashed_blocks(tokens: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield everything, or evenly spaced blocks (the first and the last among them) of a large shard."""
-    if tokens.dtype.itemsize == 1 or tokens.nbytes <= _SAMPLED_BYTES:
-        yield tokens
+def _blocks_of(train: Sequence[TokenFile], validation: Sequence[TokenFile]) -> int | None:
+    """Return how many blocks of each shard are hashed; None = everything."""
+    shards = [file.tokens for file in (*train, *validation) if file.tokens.dtype.itemsize > 1]
+    if sum(tokens.nbytes for tokens in shards) <= _SAMPLED_BYTES:
+        return None
+    return max(2, min(_SAMPLED_BLOCKS, _ALL_BLOCKS // len(shards)))
+
+
+def _hashed_blocks(tokens: Tokens, blocks: int | None) -> Iterator[np.ndarray]:
+    """Yield everything, or evenly spaced blocks (the first and the last among them) of a shard that has more."""
+    if tokens.dtype.itemsize == 1 or blocks is None or len(tokens) <= blocks * _BLOCK_TOKENS:
+        yield np.asarray(tokens)
         return
-    for start in np.linspace(0, len(tokens) - _BLOCK_TOKENS, _SAMPLED_BLOCKS, dtype=np.int64):
-        yield tokens[start : start + _BLOCK_TOKENS]
+    for start in np.linspace(0, len(tokens) - _BLOCK_TOKENS, blocks, dtype=np.int64).tolist():
+        yield np.asarray(tokens[start : start + _BLOCK_TOKENS])

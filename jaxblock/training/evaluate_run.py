@@ -1,5 +1,6 @@
 """How good a run's newest checkpoint is on its validation data or on a file: every token once, with sliding context."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from jaxblock.training.batches import Batch, read_windows
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.corpus import TokenStream
 from jaxblock.training.documents import iterate_documents
-from jaxblock.training.language_task import load_run_corpus
+from jaxblock.training.language_task import load_run_data
 from jaxblock.training.objectives import evaluation_loss
 from jaxblock.training.prepare import TASKS, run_keys
 from jaxblock.training.run_folder import RunFolder
@@ -60,7 +61,8 @@ class _Text(NamedTuple):
     """What is scored."""
 
     words: str
-    stream: TokenStream
+    streams: tuple[TokenStream, ...]
+    """One, or a mixture's sources."""
     bytes: float | None
     """Bytes behind the targets; None where they are unknown."""
 
@@ -97,13 +99,16 @@ def evaluate_run(path: Path, *, file: Path | None, stride: int | None, weights: 
         return about | _evaluate_task(folder, config, weights)
     text = _own_text(folder, config) if file is None else _text_of(file, folder, config)
     context = config.model.context
-    batches = SlidingBatches(
-        text.stream,
-        context=context,
-        stride=max(1, context // 2) if stride is None else stride,
-        batch=config.data.batch,
-        seams=config.data.seams if file is None else "joined",
-    )
+    batches = [
+        SlidingBatches(
+            stream,
+            context=context,
+            stride=max(1, context // 2) if stride is None else stride,
+            batch=config.data.batch,
+            seams=config.data.seams if file is None else "joined",
+        )
+        for stream in text.streams
+    ]
     model = Decoder(config.model, config.execution)
     like = jax.eval_shape(lambda key: model.init(key, np.zeros((1, 1), np.int32))["params"], run_keys(0).init)
     found = load_weights(path, like, which=weights)
@@ -114,8 +119,8 @@ def evaluate_run(path: Path, *, file: Path | None, stride: int | None, weights: 
         result = plain(params, batch)
         return Score(result.nats, result.weight, {"tokens": result.weight})
 
-    means = evaluate(score, found.params, batches)
-    tokens = len(text.stream) - 1 if file is not None else sum(int(b.valid_BT.sum()) for b in batches)
+    means = evaluate(score, found.params, itertools.chain.from_iterable(batches))
+    tokens = sum(int(batch.valid_BT.sum()) for part in batches for batch in part)
     return {
         **about,
         "step": found.step,
@@ -134,17 +139,17 @@ def _evaluate_task(folder: RunFolder, config: TrainConfig, weights: str) -> dict
     found = load_weights(
         folder.path, jax.eval_shape(task.init, run_keys(config.run.seed).init), which=weights
     )
-    means = evaluate(jax.jit(task.score), found.params, task.validation)
+    means = evaluate(jax.jit(task.score), found.params, task.validation, parts=task.parts)
     return {"step": found.step, "data": task.facts["corpus"], **means}
 
 
 def _own_text(folder: RunFolder, config: TrainConfig) -> _Text:
     """Return the run's validation slice."""
-    corpus = load_run_corpus(config)
-    folder.check_data({"corpus_fingerprint": corpus.fingerprint})
-    per_token, targets = corpus.bytes_per_token, len(corpus.validation) - 1
+    data = load_run_data(config)
+    folder.check_data({"corpus_fingerprint": data.fingerprint})
+    per_token, targets = data.bytes_per_token, sum(len(stream) - 1 for stream in data.validation)
     size = None if per_token is None else per_token * targets
-    return _Text(f"validation slice of {corpus.source}", corpus.validation, size)
+    return _Text(f"validation slice of {data.source}", data.validation, size)
 
 
 def _text_of(file: Path, folder: RunFolder, config: TrainConfig) -> _Text:
@@ -152,7 +157,7 @@ def _text_of(file: Path, folder: RunFolder, config: TrainConfig) -> _Text:
     vocab_size = config.model.vocab_size
     if file.suffix.lower() == ".bin":
         shard = read_shard(file, file.name, vocab_size=vocab_size)
-        return _Text(str(file), TokenStream([shard.tokens]), None)
+        return _Text(str(file), (TokenStream([shard.tokens]),), None)
     tokenizer = tokenizer_of(folder)
     if tokenizer is None:
         raise ValueError(
@@ -169,7 +174,7 @@ def _text_of(file: Path, folder: RunFolder, config: TrainConfig) -> _Text:
     if len(tokens) and tokens.max() >= vocab_size:
         raise ValueError(f"{file} holds token id {tokens.max()}; model.vocab_size is {vocab_size}")
     # The first token is no target: its share is taken as that of any other, which for bytes is exact.
-    return _Text(str(file), TokenStream([tokens]), size * (len(tokens) - 1) / max(len(tokens), 1))
+    return _Text(str(file), (TokenStream([tokens]),), size * (len(tokens) - 1) / max(len(tokens), 1))
 
 
 def tokenizer_of(folder: RunFolder) -> Tokenizer | None:

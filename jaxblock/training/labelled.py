@@ -17,6 +17,7 @@ import grain
 import numpy as np
 
 from jaxblock.contracts import check_integer, check_number
+from jaxblock.training.rows import checked_rows
 from jaxblock.training.token_files import readable
 
 VALIDATION_PART = 0.15
@@ -128,7 +129,7 @@ class LabelledBatches:
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"step is {step}; it must be at least 0")
-        places = [step * self.batch + row for row in _checked_rows(rows, self.batch)]
+        places = [step * self.batch + row for row in checked_rows(rows, self.batch)]
         return pad_examples(self._examples, [self._order[place] for place in places], context=self.context)
 
 
@@ -152,7 +153,7 @@ class LabelledValidation:
         """Return some rows of the global batch `number`: what one process reads."""
         if not 0 <= number < len(self):
             raise IndexError(f"batch {number} of {len(self)} validation batches")
-        places = [number * self.batch + row for row in _checked_rows(rows, self.batch)]
+        places = [number * self.batch + row for row in checked_rows(rows, self.batch)]
         held = len(self._examples)
         chosen = [place if place < held else None for place in places]
         return pad_examples(self._examples, chosen, context=self.context)
@@ -286,9 +287,3 @@ def _check_settings(examples: LabelledExamples, *, context: int, batch: int) -> 
     check_integer("batch", batch, least=1)
     if not len(examples):
         raise ValueError("there are no examples; at least one is needed")
-
-
-def _checked_rows(rows: Sequence[int], batch: int) -> Sequence[int]:
-    if any(not 0 <= row < batch for row in rows):
-        raise ValueError(f"rows are {list(rows)}; each must be at least 0 and below the batch size {batch}")
-    return rows

@@ -11,13 +11,15 @@ from jaxblock.accounting import model_flops_utilisation
 from jaxblock.models.cache import check_cacheable
 from jaxblock.models.decoder import Decoder
 from jaxblock.residual import Topology
-from jaxblock.training.baseline import trigram_baseline
-from jaxblock.training.batches import Batch, TrainBatches, ValidationBatches
+from jaxblock.training.baseline import MOST_TOKENS, trigram_baseline
+from jaxblock.training.batches import Batch, TrainBatches
 from jaxblock.training.config import TrainConfig
-from jaxblock.training.corpus import Corpus, load_corpus
+from jaxblock.training.corpus import load_corpus
+from jaxblock.training.mixed_batches import MixedBatches, MixedValidation
+from jaxblock.training.mixture import Mixture, load_mixture, one_source
 from jaxblock.training.objectives import evaluation_loss, probed_training_loss, training_loss
 from jaxblock.training.sampling import IDS, continue_prompt, prompt_ids, separator
-from jaxblock.training.task import Baseline, Score, Task
+from jaxblock.training.task import Baseline, Batches, Score, Task
 from jaxblock.training.tokenizers import TOKENIZER_FILE, tokenizer_record
 from jaxblock.types import Array, Params
 
@@ -35,16 +37,18 @@ def language_task(config: TrainConfig, *, topology: Topology | None = None) -> T
     Raises:
       ValueError: the data do not fit the config.
     """
-    corpus = load_run_corpus(config)
+    data = load_run_data(config)
     if config.data.seams == "separate":
-        _check_targets(corpus)
-    text = corpus.tokenizer or IDS
-    prompt_1T = corpus.validation.read(0, min(PROMPT_TOKENS, len(corpus.validation)))[None]
+        _check_targets(data)
+    text = data.tokenizer or IDS
+    first = data.validation[0]
+    prompt_1T = first.read(0, min(PROMPT_TOKENS, len(first)))[None]
     if config.sample.prompt is not None:
         prompt_1T = prompt_ids(config.sample.prompt, text, vocab_size=config.model.vocab_size)
     model = Decoder(config.model, config.execution, topology)
     shape = {"context": config.model.context, "batch": config.data.batch, "seams": config.data.seams}
-    batches = functools.partial(_train_batches, corpus, shape)
+    batches = functools.partial(_train_batches, data, shape)
+    validation = MixedValidation(data.validation, **shape)
     plain = evaluation_loss(model, config)
 
     def score(params: Params, batch: Batch) -> Score:
@@ -52,7 +56,7 @@ def language_task(config: TrainConfig, *, topology: Topology | None = None) -> T
         return Score(result.nats, result.weight, {})
 
     def baseline() -> Baseline:
-        found = trigram_baseline(corpus.train, corpus.validation, config.model.vocab_size)
+        found = trigram_baseline(data.sample(MOST_TOKENS), data.validation, config.model.vocab_size)
         return Baseline(found.loss, "a trigram model")
 
     def finish(params: Params, key: Array) -> str:
@@ -82,15 +86,16 @@ def language_task(config: TrainConfig, *, topology: Topology | None = None) -> T
         score=score,
         batches=batches,
         train=batches(config.run.seed),
-        validation=ValidationBatches(corpus.validation, **shape),
+        validation=validation,
+        parts=_parts(data, validation),
         facts={
-            "corpus": corpus.source,
-            "corpus_fingerprint": corpus.fingerprint,
-            "bytes_per_token": corpus.bytes_per_token,
-            "tokenizer": None if corpus.tokenizer is None else tokenizer_record(corpus.tokenizer),
+            "corpus": data.source,
+            "corpus_fingerprint": data.fingerprint,
+            "bytes_per_token": data.bytes_per_token,
+            "tokenizer": None if data.tokenizer is None else tokenizer_record(data.tokenizer),
         },
-        files=_tokenizer_files(corpus),
-        words=(corpus.source, *corpus.notes),
+        files=_tokenizer_files(data),
+        words=(data.source, *data.notes),
         baseline=baseline,
         finish=finish,
         forward=forward,
@@ -98,36 +103,50 @@ def language_task(config: TrainConfig, *, topology: Topology | None = None) -> T
     )
 
 
-def load_run_corpus(config: TrainConfig) -> Corpus:
-    """Return the corpus a run's config names.
+def load_run_data(config: TrainConfig) -> Mixture:
+    """Return the corpus, or the mixture of corpora, that a run's config names.
 
     Raises:
-      ValueError: as `load_corpus` does.
+      ValueError: as `load_corpus` and `load_mixture` do.
     """
-    return load_corpus(
-        None if config.data.path is None else Path(config.data.path),
-        vocab_size=config.model.vocab_size,
-        context=config.model.context,
-        validation_tokens=config.data.validation_tokens,
-        separator=config.data.separator,
-    )
+    data = config.data
+    given = {
+        "vocab_size": config.model.vocab_size,
+        "context": config.model.context,
+        "validation_tokens": data.validation_tokens,
+        "separator": data.separator,
+    }
+    if data.mixture:
+        return load_mixture(data.mixture, **given)
+    return one_source(load_corpus(None if data.path is None else Path(data.path), **given))
 
 
-def _train_batches(corpus: Corpus, shape: dict[str, Any], seed: int) -> TrainBatches:
+def _train_batches(data: Mixture, shape: dict[str, Any], seed: int) -> Batches:
     """Return the training batches of a seed."""
-    return TrainBatches(corpus.train, seed=seed, **shape)
+    if len(data.sources) == 1:
+        return TrainBatches(data.train[0], seed=seed, **shape)
+    return MixedBatches(data.train, [source.share for source in data.sources], seed=seed, **shape)
 
 
-def _tokenizer_files(corpus: Corpus) -> dict[str, str]:
+def _parts(data: Mixture, validation: MixedValidation) -> dict[str, range]:
+    """Return the validation batches of each source by its name; {} where there is one source."""
+    if len(data.sources) == 1:
+        return {}
+    return {source.name: part for source, part in zip(data.sources, validation.parts, strict=True)}
+
+
+def _tokenizer_files(data: Mixture) -> dict[str, str]:
     """Return what a run needs beside its checkpoints to read text, by file name."""
-    text = None if corpus.tokenizer is None else corpus.tokenizer.file_text()
+    text = None if data.tokenizer is None else data.tokenizer.file_text()
     return {} if text is None else {TOKENIZER_FILE: text}
 
 
-def _check_targets(corpus: Corpus) -> None:
+def _check_targets(data: Mixture) -> None:
     """Raise ValueError if all documents of a split have one token, which has nothing to predict."""
-    for split, stream in (("train", corpus.train), ("validation", corpus.validation)):
-        if not stream.has_targets():
-            raise ValueError(
-                f"data.seams is 'separate', but every document of the {split} split has one token and no target"
-            )
+    for source in data.sources:
+        for split, stream in (("train", source.corpus.train), ("validation", source.corpus.validation)):
+            if not stream.has_targets():
+                of = f" of {source.name}" if source.name else ""
+                raise ValueError(
+                    f"data.seams is 'separate', but every document of the {split} split{of} has one token and no target"
+                )

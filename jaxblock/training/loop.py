@@ -307,11 +307,11 @@ class _Loop:
 
     def _evaluate(self, done: int, state: TrainState) -> None:
         """Score the validation data, every target once, and write what was found."""
-        validation = self.prepared.task.validation
+        validation, parts = self.prepared.task.validation, self.prepared.task.parts
         batches = functools.partial(_placed, self.placement, validation)
-        found = evaluate(self.score, state.params, batches())
+        found = evaluate(self.score, state.params, batches(), parts=parts)
         if state.average is not None:
-            average = evaluate(self.score, averaged_weights(state), batches())
+            average = evaluate(self.score, averaged_weights(state), batches(), parts=parts)
             found |= {f"{name}_average": value for name, value in average.items()}
         self.evaluated = (done, finite_or_none(found["loss"]))
         self._append([{"step": done, **{f"val_{name}": finite_or_none(x) for name, x in found.items()}}])

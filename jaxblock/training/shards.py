@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxblock.training.mapped_tokens import MappedTokens, ShardMaps
 from jaxblock.training.token_files import TokenFile, one_document, readable
 
 TOKENS_FILE, PROGRESS_FILE = "tokens.json", "progress.json"
@@ -49,17 +50,20 @@ def form_for(vocab_size: int) -> ShardForm:
 
 
 def read_shard(path: Path, name: str, *, vocab_size: int) -> TokenFile:
-    """Memory-map a `.bin` shard in one of the three forms, one document (no seams are known inside).
+    """Memory-map a `.bin` shard and check every id of it, in one pass.
 
-    Raises ValueError for an odd or zero length, a header that disagrees with the file, an id >= vocab_size.
+    Raises ValueError as `map_shard` does, and for an id >= vocab_size.
     """
-    file = map_shard(path, name)
-    _check_ids(path, file.tokens, vocab_size=vocab_size)
+    file = map_shard(path, name, vocab_size=vocab_size, maps=ShardMaps())
+    for start in range(0, len(file), _SCAN_TOKENS):
+        np.asarray(file.tokens[start : start + _SCAN_TOKENS])
     return file
 
 
-def map_shard(path: Path, name: str) -> TokenFile:
-    """Memory-map a `.bin` shard whose ids are known to be good: nothing but its header is read.
+def map_shard(path: Path, name: str, *, vocab_size: int, maps: ShardMaps) -> TokenFile:
+    """Return a `.bin` shard in one of the three forms, one document (no seams are known inside).
+
+    Nothing but its header is read; it is mapped, and its ids are checked, where they are read (`MappedTokens`).
 
     Raises ValueError for an odd or zero length, a header that disagrees with the file.
     """
@@ -75,8 +79,7 @@ def map_shard(path: Path, name: str) -> TokenFile:
     elif size % 2:
         raise ValueError(f"{path} has an odd number of bytes, {size}; a .bin shard holds uint16 tokens")
     dtype, offset = (np.dtype("<u2"), 0) if form is None else (form.dtype, HEADER_BYTES)
-    with readable(path):
-        tokens = np.asarray(np.memmap(path, dtype, mode="r", offset=offset))
+    tokens = MappedTokens(path, dtype, offset=offset, size=size, vocab_size=vocab_size, maps=maps)
     return TokenFile(name, tokens, one_document())
 
 
@@ -92,19 +95,6 @@ def _check_header(path: Path, header: np.ndarray, size: int, form: ShardForm) ->
         raise ValueError(f"{path} has a header that promises {count} tokens, but the file holds {held}{more}")
 
 
-def _check_ids(path: Path, tokens: np.ndarray, *, vocab_size: int) -> None:
-    if vocab_size > np.iinfo(tokens.dtype).max:
-        return
-    for start in range(0, len(tokens), _SCAN_TOKENS):
-        chunk = tokens[start : start + _SCAN_TOKENS]
-        if chunk.max() >= vocab_size:
-            offset = start + int(np.argmax(chunk >= vocab_size))
-            raise ValueError(
-                f"{path} holds the token id {tokens[offset]} at offset {offset} (counted in tokens), but "
-                f"vocab_size is {vocab_size}; every id must be below it"
-            )
-
-
 class TokenFolder(NamedTuple):
     """What `tokens.json` says about the shards beside it.
 
@@ -116,15 +106,15 @@ class TokenFolder(NamedTuple):
     tokenizer: Mapping[str, Any]
     bytes_per_token: float
 
-    def open(self, folder: Path) -> list[TokenFile]:
-        """Memory-map every shard, train before validation; the ids were checked when they were written.
+    def open(self, folder: Path, *, vocab_size: int, maps: ShardMaps) -> list[TokenFile]:
+        """Return every shard as `map_shard` does, train before validation.
 
         Raises:
           ValueError: a shard is missing or holds another number of tokens than it should.
         """
         files = []
         for name, count in (shard for split in SPLITS for shard in self.shards[split]):
-            files.append(map_shard(folder / name, name))
+            files.append(map_shard(folder / name, name, vocab_size=vocab_size, maps=maps))
             if len(files[-1]) != count:
                 raise ValueError(
                     f"{folder / name} holds {len(files[-1])} tokens, but {TOKENS_FILE} says {count}"

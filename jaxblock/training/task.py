@@ -1,7 +1,7 @@
 """What a run learns, as one record: the loop knows batches, a loss and numbers to report, and no task by name."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -20,7 +20,22 @@ class Batches(Protocol):
     def __getitem__(self, step: int, /) -> Any: ...
 
     def rows(self, step: int, rows: Sequence[int], /) -> Any:
-        """Return some rows of a batch: what one process reads."""
+        """Return some rows of `self[step]`, without reading the others: what one process takes (`process_rows`)."""
+        ...
+
+
+class Validation(Protocol):
+    """The validation batches, in which every target stands once; all have one shape, whoever reads them."""
+
+    batch: int
+    """B."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __getitem__(self, number: int, /) -> Any: ...
+
+    def rows(self, number: int, rows: Sequence[int], /) -> Any:
+        """Return some rows of `self[number]`, without reading the others: what one process takes (`process_rows`)."""
         ...
 
 
@@ -62,7 +77,7 @@ class Task:
     """A seed -> the training batches of a run with it."""
     train: Batches
     """The training batches of this run's seed."""
-    validation: Iterable[Any]
+    validation: Validation
     facts: dict[str, Any]
     """What the run records about its data in the first row of metrics.jsonl; `corpus_fingerprint` names them."""
     files: dict[str, str]
@@ -74,6 +89,8 @@ class Task:
     """(parameters, key) -> the text of sample.txt."""
     forward: Callable[[Params, Any, Array | None], tuple[Array, dict[str, Any]]]
     """(params, batch, dropout key) -> (logits, intermediates): what a bad step is searched with."""
+    parts: Mapping[str, range] = field(default_factory=dict)
+    """Name -> the numbers of the validation batches that hold that source of a mixture: evaluated on its own, too."""
     unit: str = "tokens"
     """What its targets are called."""
     utilisation: Callable[[float], float | None] = lambda per_second: None
@@ -81,12 +98,26 @@ class Task:
 
 
 def evaluate(
-    score: Callable[[Params, Any], Score], params: Params, batches: Iterable[Any]
+    score: Callable[[Params, Any], Score],
+    params: Params,
+    batches: Iterable[Any],
+    *,
+    parts: Mapping[str, range] | None = None,
 ) -> dict[str, float]:
-    """Return the mean loss, and every extra, per target over all batches, each target weighted once."""
+    """Return the mean loss, and every extra, per target over all batches, each target weighted once.
+
+    Of each of `parts` (name -> numbers of its batches) the loss is also there, as "loss/NAME".
+    """
     scores = [jax.device_get(score(params, batch)) for batch in batches]
-    weight = np.sum([np.float64(s.weight) for s in scores])
-    means = {"loss": float(np.sum([np.float64(s.nats) for s in scores]) / weight)}
+    means = {"loss": _mean([s.nats for s in scores], scores)}
     for name in scores[0].extra:
-        means[name] = float(np.sum([np.float64(s.extra[name]) for s in scores]) / weight)
+        means[name] = _mean([s.extra[name] for s in scores], scores)
+    for name, numbers in (parts or {}).items():
+        own = scores[numbers.start : numbers.stop]
+        means[f"loss/{name}"] = _mean([s.nats for s in own], own)
     return means
+
+
+def _mean(sums: Sequence[Array], scores: Sequence[Score]) -> float:
+    """Return a sum over batches per target."""
+    return float(np.sum(np.asarray(sums, np.float64)) / np.sum([np.float64(s.weight) for s in scores]))

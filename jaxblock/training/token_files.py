@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,6 +26,28 @@ _NOT_SOURCE = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pa
 _BINARY_PROBE_BYTES = 8192
 
 
+class DataError(ValueError):
+    """A file of the data cannot be read, or does not hold what it should; it may be found out while a run trains."""
+
+
+class Tokens(Protocol):
+    """What an array [N] and the lazy `MappedTokens` share; np.asarray reads."""
+
+    @property
+    def dtype(self) -> Any:
+        """The type of a token."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tokens."""
+        ...
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, span: slice, /) -> "Tokens": ...
+    def __array__(self, dtype: Any = None, /, *, copy: bool | None = None) -> np.ndarray: ...
+
+
 @dataclass(frozen=True, eq=False)
 class TokenFile:
     """The tokens of one file.
@@ -34,7 +57,7 @@ class TokenFile:
     """
 
     name: str
-    tokens: np.ndarray
+    tokens: Tokens
     starts: np.ndarray
 
     def __len__(self) -> int:
@@ -53,11 +76,11 @@ def one_document() -> np.ndarray:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn an operating system error about `path` into a ValueError of one sentence."""
+    """Turn an operating system error about `path` into a DataError of one sentence."""
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def is_binary(path: Path) -> bool:

@@ -109,11 +109,11 @@ def test_the_size_of_the_chunks_does_not_matter(monkeypatch):
 def test_the_cap_takes_the_first_tokens_and_is_reported():
     rng = np.random.default_rng(2)
     tokens, validation = rng.integers(0, 6, size=200), stream_of(rng.integers(0, 6, size=50))
-    capped = trigram_baseline(stream_of(tokens), validation, 6, most_tokens=80)
+    capped = trigram_baseline(stream_of(tokens), [validation], 6, most_tokens=80)
     assert (capped.fitted_tokens, capped.scored_tokens) == (80, 49)
     assert capped.loss == trigram_loss(stream_of(tokens[:80]), validation, 6)
     assert capped.loss != trigram_loss(stream_of(tokens), validation, 6)
-    assert trigram_baseline(stream_of(tokens), validation, 6).fitted_tokens == 200
+    assert trigram_baseline(stream_of(tokens), [validation], 6).fitted_tokens == 200
 
 
 def test_counts_beat_uniform_where_there_is_something_to_learn():

@@ -105,6 +105,9 @@ CHANGED = TrainConfig(
     sample=SampleConfig(prompt="line\nbreak 😀", length=5, temperature=0.0, top_k=3, top_p=0.5),
 )
 
+MIXED = CHANGED.model_copy(update={"data": DataConfig(mixture={"books": 0.5, "a b/café": 3.0})})
+"""The field that no config can have beside `data.path`."""
+
 
 def flat(config: TrainConfig) -> dict[str, object]:
     values = config.values()
@@ -142,7 +145,7 @@ def test_every_config_file_builds_and_says_what_to_expect(path):
     assert re.search(r"expect[a-z]*:[^:]*\d\.\d", comment[0])
 
 
-@pytest.mark.parametrize("config", [DEFAULT, CHANGED], ids=["default", "changed"])
+@pytest.mark.parametrize("config", [DEFAULT, CHANGED, MIXED], ids=["default", "changed", "mixed"])
 def test_a_config_survives_toml(tmp_path, config):
     write_config(config, tmp_path / "config.toml")
     again = build_config(read_config_file(tmp_path / "config.toml"))
@@ -154,7 +157,9 @@ def test_a_config_survives_toml(tmp_path, config):
 
 def test_the_changed_config_differs_in_every_field():
     """Else the round trip of a field could lose its value and be given the default."""
-    assert [path for path, value in flat(CHANGED).items() if value == flat(DEFAULT)[path]] == []
+    same = [path for path, value in flat(CHANGED).items() if value == flat(DEFAULT)[path]]
+    assert same == ["data.mixture"]
+    assert flat(MIXED)["data.mixture"] != flat(DEFAULT)["data.mixture"]
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
@@ -206,6 +211,16 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
         ("execution.loss", "chunked"),
         ("data.batch", 0),
         ("data.seams", "apart"),
+        ("data.mixture", {"a": 0.0, "b": 1.0}),
+        ("data.mixture", {"a": -1.0}),
+        ("data.mixture", {"a": math.nan}),
+        ("data.mixture", {"a": math.inf}),
+        ("data.mixture", {"a": True}),
+        ("data.mixture", {"a": "1"}),
+        ("data.mixture", {"": 1.0}),
+        ("data.mixture", {"a": 0.5, "./a": 0.5}),
+        ("data.mixture", ["a", "b"]),
+        ("data.mixture", "a"),
         ("optimizer.learning_rate", "3e-3"),
         ("optimizer.learning_rate", math.nan),
         ("optimizer.learning_rate", math.inf),
@@ -348,6 +363,7 @@ def test_the_first_step_and_every_multiple_are_measured():
         ("optimizer.learning_rate", "3e-3", 3e-3),
         ("optimizer.clip", "1", 1),
         ("sample.prompt", "[1]", "[1]"),
+        ("data.mixture", '{ books = 0.5, "data/code" = 3 }', {"books": 0.5, "data/code": 3}),
     ],
 )  # fmt: skip
 def test_a_flags_text_is_a_toml_value_or_text(path, text, value):
@@ -370,7 +386,8 @@ def test_differences_name_every_field_that_differs_and_no_other():
         f"model.depth: 6, {DEFAULT.model.depth}",
         "model.window: (3,), ()",
     ]
-    assert len(differences(CHANGED, DEFAULT)) == len(fields())
+    assert len(differences(CHANGED, DEFAULT)) == len(fields()) - 1  # all but data.mixture
+    assert differences(MIXED, CHANGED)[1].startswith("data.mixture: {'books': 0.5, 'a b/café': 3.0}, {}")
 
 
 # Help ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What the model reads and how it learns: data, optimizer and its schedule, loss."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,9 @@ class DataConfig(Section):
     path: str | None = None
     """A text or JSONL file, a folder of them, or .bin token shards; for a classifier labelled text or "digits",
     scikit-learn's bundled images. Left out: the standard library's source."""
+    mixture: dict[str, float] = pydantic.Field(default={})
+    """Instead of path, several of them with weights above 0, as in { books = 0.5, "data/code" = 0.3, web = 0.2 }: each
+    has its weight over the sum of all weights as its part of the windows. Language model only."""
     batch: int = 8
     """B, sequences per step."""
     accumulation: int = 1
@@ -56,6 +60,7 @@ class DataConfig(Section):
     def _check(self) -> "DataConfig":
         if self.path == "":
             raise ValueError("data.path is empty; it must name a file or a folder, or be left out")
+        self._check_mixture()
         check_integer("data.batch", self.batch, least=1)
         check_integer("data.accumulation", self.accumulation, least=1)
         if self.batch % self.accumulation:
@@ -67,6 +72,26 @@ class DataConfig(Section):
         check_integer("data.validation_tokens", self.validation_tokens, least=2)
         check_choice("data.seams", self.seams, ("joined", "separate"))
         return self
+
+    def __hash__(self) -> int:
+        """Hash by value, as every section does; a dictionary has no hash of its own."""
+        return hash(self.model_dump_json())
+
+    def _check_mixture(self) -> None:
+        if self.mixture and self.path is not None:
+            raise ValueError(
+                f"data.path is {self.path!r} and data.mixture names others; one of them must be left out"
+            )
+        names: dict[str, str] = {}
+        for name, weight in self.mixture.items():
+            if not name:
+                raise ValueError("data.mixture has an empty path; each must name a file or a folder")
+            check_number(f"data.mixture: {name}", weight, above=0.0)
+            other = names.setdefault(os.path.normpath(name), name)
+            if other != name:
+                raise ValueError(
+                    f"data.mixture names {other} and {name}, which are the same; each must be there once"
+                )
 
 
 class OptimizerConfig(Section):
