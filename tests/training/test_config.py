@@ -18,6 +18,7 @@ from jaxblock.training.config import (
     InitConfig,
     LossConfig,
     OptimizerConfig,
+    ParallelConfig,
     ProbeConfig,
     RunConfig,
     SampleConfig,
@@ -48,6 +49,7 @@ CHANGED = TrainConfig(
         evaluate_every=2,
         checkpoint_every=3,
     ),
+    parallel=ParallelConfig(replica=2, data=3, fsdp=4, tensor=5),
     model=ModelConfig(
         vocab_size=300,
         context=9,
@@ -105,8 +107,13 @@ CHANGED = TrainConfig(
     sample=SampleConfig(prompt="line\nbreak 😀", length=5, temperature=0.0, top_k=3, top_p=0.5),
 )
 
-MIXED = CHANGED.model_copy(update={"data": DataConfig(mixture={"books": 0.5, "a b/café": 3.0})})
-"""The field that no config can have beside `data.path`."""
+MIXED = CHANGED.model_copy(
+    update={
+        "data": DataConfig(mixture={"books": 0.5, "a b/café": 3.0}),
+        "parallel": ParallelConfig(form="pmap", data=2),
+    }
+)
+"""The fields that no config can have beside `data.path`, and beside a mesh of more than rows."""
 
 
 def flat(config: TrainConfig) -> dict[str, object]:
@@ -158,8 +165,8 @@ def test_a_config_survives_toml(tmp_path, config):
 def test_the_changed_config_differs_in_every_field():
     """Else the round trip of a field could lose its value and be given the default."""
     same = [path for path, value in flat(CHANGED).items() if value == flat(DEFAULT)[path]]
-    assert same == ["data.mixture"]
-    assert flat(MIXED)["data.mixture"] != flat(DEFAULT)["data.mixture"]
+    assert sorted(same) == ["data.mixture", "parallel.form"]
+    assert all(flat(MIXED)[path] != flat(DEFAULT)[path] for path in same)
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
@@ -386,7 +393,7 @@ def test_differences_name_every_field_that_differs_and_no_other():
         f"model.depth: 6, {DEFAULT.model.depth}",
         "model.window: (3,), ()",
     ]
-    assert len(differences(CHANGED, DEFAULT)) == len(fields()) - 1  # all but data.mixture
+    assert len(differences(CHANGED, DEFAULT)) == len(fields()) - 2  # all but MIXED's
     assert differences(MIXED, CHANGED)[1].startswith("data.mixture: {'books': 0.5, 'a b/café': 3.0}, {}")
 
 
