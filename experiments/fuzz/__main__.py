@@ -39,7 +39,11 @@ SHOWN_KINDS = 20
 
 
 def try_all(
-    cases: Sequence[Case], attempt: Callable[[Case, Path], Outcome], place: Path, *, say: Callable[[str], None]
+    cases: Sequence[Case],
+    attempt: Callable[[Case, Path], Outcome],
+    place: Path,
+    *,
+    say: Callable[[str], None],
 ) -> list[Outcome]:
     """Return what came of each case."""
     found = []
@@ -52,7 +56,9 @@ def try_all(
     return found
 
 
-def report_on(cases: Sequence[Case], outcomes: Sequence[Outcome], place: Path, *, reduces: bool) -> dict[str, Any]:
+def report_on(
+    cases: Sequence[Case], outcomes: Sequence[Outcome], place: Path, *, reduces: bool
+) -> dict[str, Any]:
     """Return the counts, and each broken kind with its first case, reduced."""
     kinds: dict[str, list[tuple[Case, Outcome]]] = {}
     for case, outcome in zip(cases, outcomes, strict=True):
@@ -127,7 +133,10 @@ def _words(found: dict[str, dict[str, Any]]) -> str:
     for name, part in found.items():
         for kind in part["kinds"]:
             lines += ["", f"{name}: {kind['fault']} ({kind['cases']} cases)", f"  {kind['words']}"]
-            lines += [f"  {kind['arguments']}", *(f"  {path}: {text}" for path, text in kind["files"].items())]
+            lines += [
+                f"  {kind['arguments']}",
+                *(f"  {path}: {text}" for path, text in kind["files"].items()),
+            ]
             lines += ["  " + line for line in kind["details"].splitlines()]
     return "\n".join(lines)
 

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxblock.training.config import TrainConfig
+
 CONFIG = "case.toml"
 MOST_CHARACTERS = 2000
 ROOT = Path(__file__).resolve().parents[2]
-SUBJECTS = ("run model execution init data optimizer loss guard checkpoint watch probe sample parallel").split()
+SUBJECTS = tuple(f"{section}." for section in TrainConfig.model_fields)
 """A refusal says what it is about: a section of the config, a file or flag of the command, the device."""
 
 
@@ -98,13 +100,13 @@ def try_here(case: Case, folder: Path, *, seconds: int = 100) -> Outcome:
     told, shown = io.StringIO(), io.StringIO()
     code: int | None = None
     try:
-        with _inside(folder), _limited(seconds), contextlib.redirect_stdout(shown):
-            with contextlib.redirect_stderr(told):
-                try:
-                    act = COMMANDS[case.arguments[0]](case.arguments[1:])
-                    code = act() if case.runs else 0
-                except ValueError as error:
-                    code = refuse(error)
+        quiet = contextlib.redirect_stdout(shown), contextlib.redirect_stderr(told)
+        with _inside(folder), _limited(seconds), quiet[0], quiet[1]:
+            try:
+                act = COMMANDS[case.arguments[0]](case.arguments[1:])
+                code = act() if case.runs else 0
+            except ValueError as error:
+                code = refuse(error)
     except TooLong:
         return Outcome("broken", f"no answer in {seconds} s")
     except KeyboardInterrupt:
@@ -124,7 +126,12 @@ def try_apart(case: Case, folder: Path, *, seconds: int = 300) -> Outcome:
     command = [sys.executable, "-m", "jaxblock.cli", *case.arguments]
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
         return Outcome("broken", f"no answer in {seconds} s")
@@ -142,8 +149,10 @@ def reduce_case(case: Case, outcome: Outcome, folder: Path, *, seconds: float = 
     for name in list(case.files):
         smaller = replace(case, files={other: case.files[other] for other in case.files if other != name})
         case = smaller if name != CONFIG and still(smaller) else case
-    text = case.files[CONFIG]
+    text = case.files.get(CONFIG, b"")
     lines = text.splitlines(keepends=True) if isinstance(text, bytes) else []
+    if CONFIG not in case.files:
+        return case
     for line in reversed(list(lines)):
         fewer = [other for other in lines if other is not line]
         smaller = replace(case, files={**case.files, CONFIG: b"".join(fewer)})
@@ -172,7 +181,7 @@ def _judge(case: Case, code: int | None, told: str, new: Sequence[str]) -> Outco
         return Outcome("broken", "a refusal that is not one line", told[-3000:])
     if new:
         return Outcome("broken", "a refusal that leaves files behind", f"{new}: {told}")
-    if len(told) > MOST_CHARACTERS or not told.isprintable() and not told[:-1].isprintable():
+    if len(told) > MOST_CHARACTERS or not lines[0].isprintable():
         return Outcome("broken", "a refusal that is too long or does not print", told[:3000])
     if not _says_what(told, case):
         return Outcome("broken", "a refusal that does not say what it is about", told)
@@ -181,8 +190,19 @@ def _judge(case: Case, code: int | None, told: str, new: Sequence[str]) -> Outco
 
 def _says_what(told: str, case: Case) -> bool:
     names = {part for name in case.files for part in Path(name).parts if part.isprintable()}
-    named = [f"{name}." for name in SUBJECTS] + ["config", "flag", "argument", "section", "--", "GiB", "vocab_size"]
-    return any(name in told for name in [*named, *names, "prompt", "tokenizer", "labelled", "no-such"])
+    others = (
+        "config",
+        "flag",
+        "argument",
+        "section",
+        "--",
+        "GiB",
+        "vocab_size",
+        "prompt",
+        "tokenizer",
+        "labelled",
+    )
+    return any(name in told for name in (*SUBJECTS, *others, *names, "no-such"))
 
 
 def _entries(folder: Path) -> set[str]:

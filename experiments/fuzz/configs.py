@@ -19,20 +19,84 @@ CODE = "__import__('os').system('touch executed')"
 RAW = "@@raw@@"
 """Stands in a TOML text where `_Raw.text` will stand: what a TOML writer would not write."""
 RAW_TEXTS = [
-    *("nan", "-inf", "1e999", "0x" + "f" * 5000, "9" * 5000, "1979-05-27T07:32:00Z", "07:32:00", "'''\na\n'''"),
+    *(
+        "nan",
+        "-inf",
+        "1e999",
+        "0x" + "f" * 5000,
+        "9" * 5000,
+        "1979-05-27T07:32:00Z",
+        "07:32:00",
+        "'''\na\n'''",
+    ),
     *('"\\ud800"', "[" * 3000 + "]" * 3000, "[" * 90 + "]" * 90, "{a={a={a={a=1}}}}", "1__0", "True", "0o17"),
 ]
 WRONG: list[Any] = [
     *(True, False, 3.0, -1, 0, 1, 2, 7, 1000, 2**31 - 1, 2**31, 2**63, -(2**63), 10**30, 10**400),
     *(1e308, -1e308, float("nan"), float("inf"), float("-inf"), 1e-320, 1e-40, -0.0, 0.5, 1.0, 1e6),
-    *("", " ", "\x00", "\n", "é😀", "\u202e", "a" * 5000, "1", "none", "nan", "null", "../x", "/", ".", "~", "\\"),
+    *(
+        "",
+        " ",
+        "\x00",
+        "\n",
+        "é😀",
+        "\u202e",
+        "a" * 5000,
+        "1",
+        "none",
+        "nan",
+        "null",
+        "../x",
+        "/",
+        ".",
+        "~",
+        "\\",
+    ),
     *([], [[1, [2]]], [1] * 2000, ["a", "a"], [0], [-1], [2**40], {}, {"a": {"b": 1}}, {"": 1}),
     *(CODE, "hyper_connections(streams=0)", "pre_norm(**{})", "f(*[1])", "lambda: 0", "a.b(c=1)", "f(x=[1,"),
 ]
 LITERALS = [
-    *("0", "-1", "1", "2", "3", "1000", "2147483647", "2147483648", "10**3", "1e999", "-1e999", "1e-320", "0.5"),
-    *("1.5", "True", "None", "'x'", "b'x'", "[]", "[1]", "(1, 2)", "{}", "{1}", "1j", "...", "x", "'a' 'b'", "-1.0"),
-    *("9" * 400, "9" * 5000, "0x" + "f" * 5000, "(" * 300 + ")" * 300, "-" * 3000 + "1", "'\\d'", "1if 1else 2"),
+    *(
+        "0",
+        "-1",
+        "1",
+        "2",
+        "3",
+        "1000",
+        "2147483647",
+        "2147483648",
+        "10**3",
+        "1e999",
+        "-1e999",
+        "1e-320",
+        "0.5",
+    ),
+    *(
+        "1.5",
+        "True",
+        "None",
+        "'x'",
+        "b'x'",
+        "[]",
+        "[1]",
+        "(1, 2)",
+        "{}",
+        "{1}",
+        "1j",
+        "...",
+        "x",
+        "'a' 'b'",
+        "-1.0",
+    ),
+    *(
+        "9" * 400,
+        "9" * 5000,
+        "0x" + "f" * 5000,
+        "(" * 300 + ")" * 300,
+        "-" * 3000 + "1",
+        "'\\d'",
+        "1if 1else 2",
+    ),
     *("1e-40", "1e38", "1e300", "'" + "a" * 3000 + "'", CODE, "f(x=1)", "'\\x00'", "'é😀\\n'", "[" * 4000),
 ]
 TEXTS = ["naïve 😀", "\ud800", "a b", "1 2 3", "1 99999999999999999999", "\n", "x" * 3000]
@@ -56,13 +120,27 @@ SWITCHES: Mapping[str, list[Any]] = {
     "model.feed_forward": [*model_config.PLAIN_FEED_FORWARDS, *model_config.GATED_FEED_FORWARDS],
     "model.norm": [*model_config.NORMS],
     "model.bias": [True, False],
-    "model.positions": ["none", "learned", "sinusoidal", "rope", "rope(base=500.0, convention='interleaved')", "alibi"],
+    "model.positions": [
+        "none",
+        "learned",
+        "sinusoidal",
+        "rope",
+        "rope(base=500.0, convention='interleaved')",
+        "alibi",
+    ],
     "model.residual": [*REGISTRY],
     "model.wiring": ["serial", "parallel"],
     "model.window": [[], [4], [0, 3], [1]],
     "model.kv_heads": [1, 2],
     "model.depth": [1, 2, 4],
-    "model.token_mixer": ["attention", "attention", "attention", "mlp(hidden=8)", "convolution", "convolution(rows=4)"],
+    "model.token_mixer": [
+        "attention",
+        "attention",
+        "attention",
+        "mlp(hidden=8)",
+        "convolution",
+        "convolution(rows=4)",
+    ],
     "model.value_residual": ["none", "fixed", "learned(first=0.1)"],
     "model.experts": ["none", "none", "dropless(experts=3)", "capacity(experts=2, active=1)"],
     "model.soft_cap": [5.0],
@@ -73,7 +151,12 @@ SWITCHES: Mapping[str, list[Any]] = {
     "model.branch_dropout": [0.0, 0.1],
     "model.stochastic_depth": ["none", "constant(rate=0.5)", "linear(rate=0.1)"],
     "model.initialization": ["plain", "gpt2", "zero_output"],
-    "model.parametrization": ["standard", "standard", "depth_mup(base_depth=1)", "complete_p(base_depth=1, base_width=8)"],
+    "model.parametrization": [
+        "standard",
+        "standard",
+        "depth_mup(base_depth=1)",
+        "complete_p(base_depth=1, base_width=8)",
+    ],
     "model.dtype": [*model_config.DTYPES],
     "model.param_dtype": ["float32", "bfloat16"],
     "model.stream_dtype": [*model_config.DTYPES],
@@ -176,7 +259,11 @@ def _option(draw: random.Random, config: Config, files: Mapping[str, Entry]) -> 
     member = draw.choice([*TABLES[path]])
     options = TABLES[path][member]
     known = {name: 2 if value is int else 0.5 if value is float else value for name, value in options.items()}
-    texts = {name: repr(value) for name, value in known.items() if draw.random() < 0.5 or isinstance(options[name], type)}
+    texts = {
+        name: repr(value)
+        for name, value in known.items()
+        if draw.random() < 0.5 or isinstance(options[name], type)
+    }
     if options and draw.random() < 0.9:
         texts[draw.choice([*options])] = draw.choice(LITERALS)
     else:
@@ -186,7 +273,9 @@ def _option(draw: random.Random, config: Config, files: Mapping[str, Entry]) -> 
         text = _cut(draw, text)
     section, name = path.split(".")
     if draw.random() < 0.3 and "\0" not in text:
-        return _case(draw, config, files, f"--{path}={text}"[:200], (f"--{path}={text}",), runs=draw.random() < 0.1)
+        return _case(
+            draw, config, files, f"--{path}={text}"[:200], (f"--{path}={text}",), runs=draw.random() < 0.1
+        )
     config.setdefault(section, {})[name] = text
     return _case(draw, config, files, f"{path} = {text!r}"[:200], runs=draw.random() < 0.1)
 
@@ -195,7 +284,9 @@ def _unknown(draw: random.Random, config: Config, files: Mapping[str, Entry]) ->
     """A key or a section is misspelt, moved, or not there."""
     section = draw.choice([*config])
     name = draw.choice([*config[section]])
-    strange = draw.choice([_cut(draw, name), name.upper(), f"{name}.x", "", "é", " ", "\n", "a" * 3000, "__class__"])
+    strange = draw.choice(
+        [_cut(draw, name), name.upper(), f"{name}.x", "", "é", " ", "\n", "a" * 3000, "__class__"]
+    )
     way = draw.randrange(5)
     if way == 0:
         config[section][strange] = config[section].pop(name)
@@ -219,14 +310,20 @@ def _damaged(draw: random.Random, config: Config, files: Mapping[str, Entry]) ->
         lambda: text[:place],
         lambda: text[:place] + text[place + 1 :],
         lambda: text[:place] + bytes([draw.randrange(256)]) + text[place:],
-        lambda: text[:place] + draw.choice([b"\xff", b"\xed\xa0\x80", b"\0", b"\r", b"[[", b"'''", b"\\u0000"]) + text[place:],
+        lambda: (
+            text[:place]
+            + draw.choice([b"\xff", b"\xed\xa0\x80", b"\0", b"\r", b"[[", b"'''", b"\\u0000"])
+            + text[place:]
+        ),
         lambda: text + draw.choice(lines),
         lambda: b"".join(draw.sample(lines, len(lines))),
         lambda: b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n"),
         lambda: text.decode().encode("utf-16"),
         lambda: b"x = " + b"[" * 5000 + b"\n" + text,
         lambda: b"a." * 3000 + b"b = 1\n" + text,
-        lambda: text.replace(b"[model]", draw.choice([b"[[model]]", b"[model.x]", b"[ model ]", b"['model']", b"[]"])),
+        lambda: text.replace(
+            b"[model]", draw.choice([b"[[model]]", b"[model.x]", b"[ model ]", b"['model']", b"[]"])
+        ),
         lambda: b"",
         lambda: text + b"[model.depth]\nx = 1\n",
         lambda: text + b"run.x.y = 1\nrun.x.y.z = 2\n",
@@ -276,8 +373,10 @@ def _case(
     runs: bool = False,
 ) -> Case:
     """Return the case of a config; most of them name the run's folder."""
-    named = ("--run.dir=run",) if draw.random() < 0.7 and "dir" not in config.get("run", {}) else ()
-    named = () if any(flag.startswith(("--run.dir", "--resume")) for flag in flags) else named
+    is_named = "dir" in str(config.get("run")) or any(
+        flag.startswith(("--run.dir", "--resume")) for flag in flags
+    )
+    named = ("--run.dir=run",) if draw.random() < 0.7 and not is_named else ()
     text = _toml(config).encode("utf-8", "surrogatepass")
     return Case("config", words, ("train", CONFIG, *named, *flags), {**files, CONFIG: text}, runs)
 

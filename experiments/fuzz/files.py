@@ -1,6 +1,7 @@
 """Data to try: text, JSONL, the three forms of token shards, a folder of `jaxblock tokenize`, tokenizer files, labelled
 texts; each damaged in one way."""
 
+import contextlib
 import json
 import os
 import random
@@ -37,12 +38,62 @@ length = 2
 """.encode()
 WORDS = ["the", "quick", "brown", "fox", "naïve", "😀", "jumps", "over", "lazy", "dogs", "and", "runs"]
 JSON_TEXTS = [
-    *("NaN", "Infinity", "-Infinity", "-1", "0", "1", "1.5", "true", "null", "[]", "{}", '""', '"\\ud800"', '"x"'),
-    *("1e400", "9" * 400, "9" * 5000, "4294967296", "18446744073709551616", "-1e-400", '"a\\u0000b"', '"a\\nb"'),
-    *('"../shards.bin"', '"/etc/passwd"', '"."', '""', '"a/b"', '"tokens.json"', '"' + "a" * 5000 + '"', '[["x"]]'),
-    *("[" * 5000 + "]" * 5000, '{"a":' * 5000 + "1" + "}" * 5000, "[" * 900 + "]" * 900, '"text"', '{"name": "x"}'),
+    *(
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "-1",
+        "0",
+        "1",
+        "1.5",
+        "true",
+        "null",
+        "[]",
+        "{}",
+        '""',
+        '"\\ud800"',
+        '"x"',
+    ),
+    *(
+        "1e400",
+        "9" * 400,
+        "9" * 5000,
+        "4294967296",
+        "18446744073709551616",
+        "-1e-400",
+        '"a\\u0000b"',
+        '"a\\nb"',
+    ),
+    *(
+        '"../shards.bin"',
+        '"/etc/passwd"',
+        '"."',
+        '""',
+        '"a/b"',
+        '"tokens.json"',
+        '"' + "a" * 5000 + '"',
+        '[["x"]]',
+    ),
+    *(
+        "[" * 5000 + "]" * 5000,
+        '{"a":' * 5000 + "1" + "}" * 5000,
+        "[" * 900 + "]" * 900,
+        '"text"',
+        '{"name": "x"}',
+    ),
 ]
-NAMES = ["a\nb.txt", "a\x1b[31mb.txt", "\u202e.txt", "é😀.txt", " ", "-x.txt", "a" * 255, ".hidden", "a b.jsonl", "val.bin"]
+NAMES = [
+    "a\nb.txt",
+    "a\x1b[31mb.txt",
+    "\u202e.txt",
+    "é😀.txt",
+    " ",
+    "-x.txt",
+    "a" * 255,
+    ".hidden",
+    "a b.jsonl",
+    "val.bin",
+]
 SPECIAL = {"text.txt": "text", "docs.jsonl": "jsonl", "labelled.jsonl": "labelled"}
 
 
@@ -73,7 +124,16 @@ def base_files(seed: int) -> dict[str, Entry]:
         source.write_bytes(files["docs.jsonl"])  # type: ignore[arg-type]
         for name, tokenizer in (("tokens", "bytes(end_of_text=True)"), ("pairs", f"bpe(vocab_size={VOCAB})")):
             out = Path(place) / name
-            words = ["--out", str(out), "--tokenizer", tokenizer, "--validation", "0.1", "--shard_tokens", "1000"]
+            words = [
+                "--out",
+                str(out),
+                "--tokenizer",
+                tokenizer,
+                "--validation",
+                "0.1",
+                "--shard_tokens",
+                "1000",
+            ]
             if main(["tokenize", str(source), *words]):
                 raise RuntimeError(f"{tokenizer} made no shards")
             files |= {f"{name}/{path.name}": path.read_bytes() for path in out.iterdir()}
@@ -118,7 +178,9 @@ def _header(draw: random.Random, files: Mapping[str, Entry]) -> Case:
     header = np.frombuffer(data[:1024].ljust(1024, b"\0"), "<i4").copy()
     place = draw.randrange(4)
     header[place] = draw.choice([0, 1, -1, 7, 2**31 - 1, -(2**31), 20240520, 20240801, int(header[2]) + 1])
-    return _case(draw, files, name, header.tobytes() + data[1024:], f"{name}: header[{place}] = {header[place]}")
+    return _case(
+        draw, files, name, header.tobytes() + data[1024:], f"{name}: header[{place}] = {header[place]}"
+    )
 
 
 def _ids(draw: random.Random, files: Mapping[str, Entry]) -> Case:
@@ -131,16 +193,22 @@ def _ids(draw: random.Random, files: Mapping[str, Entry]) -> Case:
     if few:
         ids = ids[: draw.choice([1, 2, 8, 9])]
     else:
-        ids[draw.randrange(len(ids)) :][: draw.choice([1, 5000])] = draw.choice([VOCAB, 2 ** (8 * size) - 1, 256])
+        ids[draw.randrange(len(ids)) :][: draw.choice([1, 5000])] = draw.choice(
+            [VOCAB, 2 ** (8 * size) - 1, 256]
+        )
     start = np.frombuffer(data[:header], "<i4").copy()
     if header:
         start[2] = len(ids)
-    return _case(draw, files, name, start.tobytes() + ids.tobytes(), f"{name}: {len(ids)} ids, largest {ids.max()}")
+    return _case(
+        draw, files, name, start.tobytes() + ids.tobytes(), f"{name}: {len(ids)} ids, largest {ids.max()}"
+    )
 
 
 def _json(draw: random.Random, files: Mapping[str, Entry]) -> Case:
     """A value in a JSON file is another one, or missing, or there twice."""
-    name = draw.choice(["tokens/tokens.json", "pairs/tokens.json", "pairs/tokens.json", "pairs/tokenizer.json"])
+    name = draw.choice(
+        ["tokens/tokens.json", "pairs/tokens.json", "pairs/tokens.json", "pairs/tokenizer.json"]
+    )
     text, words = _damage_json(draw, json.loads(_data(files, name)))
     changed = dict(files)
     if name == "pairs/tokenizer.json" and draw.random() < 0.8:
@@ -168,7 +236,15 @@ def _structure(draw: random.Random, files: Mapping[str, Entry]) -> Case:
     """Something that is no regular file stands in a file's place, or a file has a strange name."""
     name = draw.choice([*files])
     entry: Entry = draw.choice(
-        [Folder(), Link(Path(name).name), Link("no-such"), Link("/etc/passwd"), Link("/dev/zero"), Link(".."), Pipe()]
+        [
+            Folder(),
+            Link(Path(name).name),
+            Link("no-such"),
+            Link("/etc/passwd"),
+            Link("/dev/zero"),
+            Link(".."),
+            Pipe(),
+        ]
     )
     if draw.random() < 0.6:
         return _case(draw, files, name, entry, f"{name} is {entry}")
@@ -176,7 +252,9 @@ def _structure(draw: random.Random, files: Mapping[str, Entry]) -> Case:
     changed = {**files, f"folder/{strange}": _data(files, draw.choice([*files]))}
     if draw.random() < 0.5:
         changed[f"folder/loop{draw.randrange(9)}"] = Link("..")
-    path = draw.choice(["folder", f"folder/{strange}", "folder/", "text.txt/x", "", "no\nsuch", "/dev/null", "."])
+    path = draw.choice(
+        ["folder", f"folder/{strange}", "folder/", "text.txt/x", "", "no\nsuch", "/dev/null", "."]
+    )
     return _finish(draw, changed, path, f"{path!r} with the file {strange!r}")
 
 
@@ -189,7 +267,10 @@ def _tokenizer(draw: random.Random, files: Mapping[str, Entry]) -> Case:
     if draw.random() < 0.3:
         name = "made/tokenizer_config.json"
         text, words = _damage_json(draw, {"eos_token": {"content": "<|endoftext|>"}})
-        changed |= {"made/tokenizer.json": files["pairs/tokenizer.json"], name: text.encode("utf-8", "surrogatepass")}
+        changed |= {
+            "made/tokenizer.json": files["pairs/tokenizer.json"],
+            name: text.encode("utf-8", "surrogatepass"),
+        }
     arguments = ("tokenize", "text.txt", "--out", "made/out", "--tokenizer", "made/tokenizer.json")
     return Case("data", f"tokenize with {name}: {words}", arguments, changed, runs=True)
 
@@ -249,8 +330,6 @@ def _with_fingerprint(tokens: bytes, tokenizer: str) -> bytes:
     """Return a tokens.json that names a tokenizer's text as its own."""
     record = json.loads(tokens)
     end = record["tokenizer"]["end_of_text"]
-    try:
+    with contextlib.suppress(ValueError):  # a text without a UTF-8 form
         record["tokenizer"]["fingerprint"] = FileTokenizer(tokenizer, "x", end).fingerprint
-    except ValueError:  # a text without a UTF-8 form
-        pass
     return json.dumps(record).encode()

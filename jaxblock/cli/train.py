@@ -55,6 +55,7 @@ def train(arguments: Sequence[str]) -> Action:
         try:
             code, summary = run(prepared, folder)
         except RunError as error:
+            folder.discard_unstarted()
             return refuse(error)
         except OSError as error:  # a full disk, a folder that went away
             print(f"jaxblock: {error}; continue with: jaxblock train --resume {folder.path}", file=sys.stderr)

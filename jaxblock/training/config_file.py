@@ -78,7 +78,7 @@ def parse_literal(text: str) -> Any:
     """Return the value of a TOML literal, or of true and false in any case; any other text is itself."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"true": True, "false": False}.get(text.lower(), text)
     return parsed["value"] if len(parsed) == 1 else text
 
@@ -96,11 +96,31 @@ def build_config(values: Mapping[str, Any], overrides: Mapping[str, Any] | None 
     for path, value in (overrides or {}).items():
         section, name = path.split(".")
         merged[section] = {**merged[section], name: value}
+    for section, entries in merged.items():
+        for name, value in entries.items():
+            _check_plain(f"{section}.{name}", value)
     try:
         # In JSON, strict still reads a list as a tuple and a table as a record; nothing else is converted.
         return TrainConfig.model_validate_json(json.dumps(merged, default=_refuse_date))
     except pydantic.ValidationError as error:
         raise ValueError(_sentence(error)) from error
+
+
+def _check_plain(path: str, value: Any) -> None:
+    """Raise ValueError for what TOML or JSON does not have: a number above 64 bits, text that is not Unicode."""
+    if isinstance(value, dict | list):
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check_plain(path, inner)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{path} holds {_shown(value)}; TOML has whole numbers of 64 bits, up to 2**63 - 1")
+    elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ValueError(f"{path} is {value!r}, which is not Unicode text; a config is UTF-8 throughout")
+
+
+def _shown(number: int) -> str:
+    """Return a whole number as a person reads it: of a long one, how long it is."""
+    bits = number.bit_length()
+    return str(number) if bits <= 512 else f"a whole number of {bits:,} bits"
 
 
 def _refuse_date(value: Any) -> Any:

@@ -61,6 +61,7 @@ def prepare(config: TrainConfig, *, continues: bool = False) -> Prepared:
     """
     Watch.check(config)
     task = TASKS[config.run.task_choice.name](config)
+    _check_batch(config)
     keys = run_keys(config.run.seed)
     state = jax.eval_shape(functools.partial(init_state, task, config), keys.init)
     _check_memory(state)
@@ -93,6 +94,16 @@ def _check_memory(state: Any) -> None:
         raise ValueError(
             f"parameters and optimizer state need {needed / 2**30:,.1f} GiB and the device has "
             f"{available / 2**30:,.1f} GiB; choose a smaller model.width, model.depth or model.vocab_size"
+        )
+
+
+def _check_batch(config: TrainConfig) -> None:
+    """Raise ValueError if a batch's integers alone are larger than the device's memory."""
+    tokens, available = config.data.batch * config.model.context, device_bytes()
+    if available is not None and 16 * tokens > available:  # inputs, targets, weights and segments
+        raise ValueError(
+            f"data.batch is {config.data.batch} and model.context is {config.model.context}: {tokens:,} tokens are "
+            f"more than the {available / 2**30:,.1f} GiB of the device hold"
         )
 
 

@@ -7,7 +7,7 @@ import pydantic
 
 from jaxblock.axes import PARAMETERS
 from jaxblock.choices import Choice, resolve
-from jaxblock.contracts import check_choice, check_integer, check_number
+from jaxblock.contracts import check_choice, check_file_name, check_integer, check_number
 from jaxblock.training.config.section import Section
 
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
@@ -56,6 +56,8 @@ class DataConfig(Section):
     def _check(self) -> "DataConfig":
         if self.path == "":
             raise ValueError("data.path is empty; it must name a file or a folder, or be left out")
+        if self.path is not None:
+            check_file_name("data.path", self.path)
         check_integer("data.batch", self.batch, least=1)
         check_integer("data.accumulation", self.accumulation, least=1)
         if self.batch % self.accumulation:
