@@ -112,9 +112,9 @@ def _run(given: argparse.Namespace, place: Path) -> dict[str, dict[str, Any]]:
     apart += choose(data, given.processes - len(apart), seed=given.seed)
     found = {}
     for name, cases, attempt in (
-        ("configs", configs, try_here),
-        ("files", data, try_here),
         ("processes", apart, try_apart),
+        ("files", data, try_here),
+        ("configs", configs, try_here),
     ):
         outcomes = try_all(cases, attempt, place, say=lambda text: print(text, file=sys.stderr, flush=True))
         found[name] = report_on(cases, outcomes, place, reduces=attempt is try_here)

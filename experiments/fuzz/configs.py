@@ -340,7 +340,7 @@ def _switches(draw: random.Random, config: Config, files: Mapping[str, Entry]) -
         section, name = path.split(".")
         config.setdefault(section, {})[name] = draw.choice(SWITCHES[path])
         said.append(f"{path} = {config[section][name]!r}")
-    return _case(draw, config, files, "; ".join(said), runs=draw.random() < 0.15)
+    return _case(draw, config, files, "; ".join(said), runs=draw.random() < 0.2)
 
 
 def _flags(draw: random.Random, config: Config, files: Mapping[str, Entry]) -> Case:

@@ -306,7 +306,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n")[:-1]
     try:
         rows = [json.loads(line) for line in lines if line]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} holds a line that is not JSON: {error}") from error
     if not all(isinstance(row, dict) and "step" in row for row in rows):
         raise ValueError(f"{str(path)!r} holds a line that is no row of a run, an object with a step")
@@ -316,5 +316,5 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from error

@@ -25,6 +25,13 @@ def path_inside(folder: Path, name: object, *, where: str) -> Path:
     return path
 
 
+def is_inside(folder: Path, name: str) -> bool:
+    """Whether a path below `folder`, as "d/0", stays below it: no "..", not absolute, no link that leads out."""
+    if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute():
+        return False
+    return Path(os.path.realpath(folder / name)).is_relative_to(os.path.realpath(folder))
+
+
 def check_regular(path: Path) -> None:
     """Raise ValueError unless this is a regular file or a link to one: a pipe is waited for, a device has no end."""
     try:
