@@ -18,6 +18,10 @@ from jaxblock.training.config import TrainConfig
 from jaxblock.training.files import replace_text
 
 
+MOST_NESTED = 8
+"""Lists and tables in each other in a value; no field has more than one."""
+
+
 class Field(NamedTuple):
     """One field of a section as `--help` shows it."""
 
@@ -106,11 +110,18 @@ def build_config(values: Mapping[str, Any], overrides: Mapping[str, Any] | None 
         raise ValueError(_sentence(error)) from error
 
 
-def _check_plain(path: str, value: Any) -> None:
-    """Raise ValueError for what TOML or JSON does not have: a number above 64 bits, text that is not Unicode."""
+def _check_plain(path: str, value: Any, depth: int = 0) -> None:
+    """Raise ValueError for what TOML or JSON does not have, or reads to a depth only, before pydantic meets it.
+
+    A number above 64 bits, text that is not Unicode, lists in lists in lists.
+    """
+    if depth > MOST_NESTED:
+        raise ValueError(
+            f"{path} holds lists or tables in each other, more than {MOST_NESTED} deep; no field does"
+        )
     if isinstance(value, dict | list):
         for inner in [*value, *value.values()] if isinstance(value, dict) else value:
-            _check_plain(path, inner)
+            _check_plain(path, inner, depth + 1)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(f"{path} holds {_shown(value)}; TOML has whole numbers of 64 bits, up to 2**63 - 1")
     elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):

@@ -368,8 +368,10 @@ def _configured_end(path: Path) -> str | None:
         end = end["content"] if isinstance(end, dict) else end
     except (ValueError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is not a tokenizer config: {error!r}") from error
-    if end is not None and not isinstance(end, str):
-        raise ValueError(f'{path} names the "eos_token" {end!r}; it must be a string')
+    if end is not None and (
+        not isinstance(end, str) or any("\ud800" <= letter <= "\udfff" for letter in end)
+    ):
+        raise ValueError(f'{path} names the "eos_token" {end!r}; it must be a string of Unicode')
     return end
 
 
