@@ -13,13 +13,14 @@ same cases. About half an hour on two cores.
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiling is what takes the time
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from experiments.fuzz.cases import Case, Outcome, fresh, reduce_case, try_apart, try_here
 from experiments.fuzz.configs import config_cases
@@ -88,20 +90,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
-    limit = resource.getrlimit(resource.RLIMIT_AS)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        jax.config.update("jax_compilation_cache_dir", str(Path(folder) / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, limit[1]))
-        try:
-            found = _run(given, Path(folder) / "case")
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, limit)
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        _bounded(Path(folder) / "programs"),
+    ):
+        found = _run(given, Path(folder) / "case")
     if given.json:
         print(json.dumps(found))
     else:
         print(_words(found))
     return int(any(part["broken"] for part in found.values()))
+
+
+@contextlib.contextmanager
+def _bounded(programs: Path) -> Iterator[None]:
+    """Bound the memory of this process, and let cases share what they compile."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    settings = {"jax_compilation_cache_dir": str(programs), "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, limit[1]))
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        resource.setrlimit(resource.RLIMIT_AS, limit)
 
 
 def _run(given: argparse.Namespace, place: Path) -> dict[str, dict[str, Any]]:

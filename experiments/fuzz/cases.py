@@ -202,7 +202,7 @@ def _says_what(told: str, case: Case) -> bool:
         "tokenizer",
         "labelled",
     )
-    return any(name in told for name in (*SUBJECTS, *others, *names, "no-such"))
+    return any(name in told for name in (*SUBJECTS, *others, *names, "no-such", "is not a run"))
 
 
 def _entries(folder: Path) -> set[str]:

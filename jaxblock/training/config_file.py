@@ -17,7 +17,6 @@ from jaxblock.contracts import nearest
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.files import replace_text
 
-
 MOST_NESTED = 8
 """Lists and tables in each other in a value; no field has more than one."""
 
