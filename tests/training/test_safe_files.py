@@ -326,7 +326,7 @@ def test_a_run_has_a_plain_name(name):
 
 @pytest.mark.parametrize("value", ["a\0b", "\ud800", ""])
 def test_a_path_of_a_config_can_be_a_files(value):
-    makers = (lambda v: RunConfig(dir=v), lambda v: DataConfig(path=v), lambda v: InitConfig(from_run=v))
+    makers = (lambda v: RunConfig(dir=v), lambda v: DataConfig(path=v), lambda v: InitConfig(**{"from": v}))
     for make in makers:
         with pytest.raises(ValueError, match=r"run\.dir|data\.path|init\.from|init"):
             make(value)
