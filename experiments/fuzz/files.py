@@ -2,6 +2,7 @@
 texts; each damaged in one way."""
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -134,7 +135,9 @@ def base_files(seed: int) -> dict[str, Entry]:
                 "--shard_tokens",
                 "1000",
             ]
-            if main(["tokenize", str(source), *words]):
+            with contextlib.redirect_stdout(io.StringIO()):
+                code = main(["tokenize", str(source), *words])
+            if code:
                 raise RuntimeError(f"{tokenizer} made no shards")
             files |= {f"{name}/{path.name}": path.read_bytes() for path in out.iterdir()}
     return files

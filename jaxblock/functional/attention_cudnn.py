@@ -28,7 +28,7 @@ def attention_cudnn(
     reason = refusal(q_BQHK, k_BTGK, pattern, scores)
     if reason:
         raise ValueError(
-            f"attention implementation 'cudnn' (execution.attention) {reason}; use implementation='xla' or 'blocked'"
+            f"execution.attention: implementation 'cudnn' {reason}; use implementation='xla' or 'blocked'"
         )
     return fused_attention(q_BQHK, k_BTGK, v_BTGK, pattern, scores, backend="cudnn")
 
