@@ -1,6 +1,7 @@
 """The one-string choice of a config, "name(option=1)": parsed, checked against its table, defaults filled in."""
 
 import ast
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,12 +25,17 @@ def parse_choice(field: str, text: str) -> Choice:
     if not isinstance(text, str):
         raise ValueError(wanted)
     try:
-        node = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "error"
+            )  # what Python has doubts about ('\d', 1if 1else 2) is a SyntaxError
+            node = ast.parse(text.strip(), mode="eval").body
         if isinstance(node, ast.Name):
             return Choice(node.id, {})
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
             raise ValueError(wanted)
         options = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
+        repr(options)  # a number of thousands of digits has no text, and no sentence could show it
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(wanted) from error
     if "None" in options or len(options) < len(node.keywords):

@@ -5,6 +5,7 @@ A sentence names the field, the value that came, what is allowed and the nearest
 
 import difflib
 import math
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -31,6 +32,18 @@ def check_choice(field: str, value: Any, allowed: Iterable[str]) -> None:
         raise ValueError(
             f"{field} is {value!r}; it must be one of {', '.join(names)}{nearest(str(value), names)}"
         )
+
+
+def check_file_name(field: str, value: str) -> None:
+    """Raise ValueError unless `value` can be the path of a file: some text, without a NUL."""
+    if not value or "\0" in value:
+        raise ValueError(f"{field} is {value!r}; it must be the name of a file or a folder")
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{field} is {value!r}, which this system cannot write as the name of a file"
+        ) from error
 
 
 def check_integer(field: str, value: Any, *, least: int, most: int = 2**31 - 1) -> None:

@@ -9,6 +9,7 @@ import tyro
 from jaxblock.contracts import nearest
 
 BAD_INPUT, INTERRUPTED = 2, 130
+_MOST_CHARACTERS, _LAST_CHARACTERS = 1200, 400
 Action = Callable[[], int]
 """What a command does once its arguments are known to be good; returns the exit code."""
 
@@ -20,8 +21,15 @@ Number = Annotated[str | None, tyro.conf.arg(metavar="NUMBER", help_behavior_hin
 
 def refuse(error: ValueError) -> int:
     """Say what is wrong with the input; return the exit code."""
-    print(f"jaxblock: {error}", file=sys.stderr)
+    print(f"jaxblock: {one_line(str(error))}", file=sys.stderr)
     return BAD_INPUT
+
+
+def one_line(text: str) -> str:
+    """Return a text as one line that a terminal shows and does not obey: names hold line ends, values megabytes."""
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[: _MOST_CHARACTERS - _LAST_CHARACTERS]} ... {text[-_LAST_CHARACTERS:]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def check_arguments(

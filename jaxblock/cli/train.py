@@ -82,6 +82,7 @@ def train(arguments: Sequence[str]) -> Action:
         try:
             code, summary = run(prepared, folder)
         except RunError as error:
+            folder.discard_unstarted()
             return refuse(error)
         except jax.errors.JaxRuntimeError as error:
             if not processes.several():

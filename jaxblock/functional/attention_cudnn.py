@@ -27,7 +27,9 @@ def attention_cudnn(
     check_attention(q_BQHK, k_BTGK, v_BTGK, pattern, scores)
     reason = refusal(q_BQHK, k_BTGK, pattern, scores)
     if reason:
-        raise ValueError(f"implementation 'cudnn' {reason}; use implementation='xla' or 'blocked'")
+        raise ValueError(
+            f"execution.attention: implementation 'cudnn' {reason}; use implementation='xla' or 'blocked'"
+        )
     return fused_attention(q_BQHK, k_BTGK, v_BTGK, pattern, scores, backend="cudnn")
 
 

@@ -28,7 +28,7 @@ def load_state(path: Path, like: Any) -> Any | None:
     """
     wanted, structure = jax.tree.flatten(like)
     try:
-        with path.open("rb") as file, np.load(file) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             found = [arrays[f"arr_{index}"] for index in range(len(arrays.files))]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
         return None

@@ -22,7 +22,7 @@ MOST_TOKENS = 50_000_000
 """Training tokens that are counted, at most."""
 _CHUNK_TOKENS = 2**22
 _MOST_DENSE_VOCAB = 256
-_MOST_SPARSE_VOCAB = 2**21 - 1  # V^3 must stay below 2^63
+MOST_VOCAB = 2**21 - 1  # V^3 must stay below 2^63
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +154,8 @@ def fit_trigram(
     """
     check_integer("most_tokens", most_tokens, least=1)
     check_integer("vocab_size", vocab_size, least=1)
-    if vocab_size > _MOST_SPARSE_VOCAB:
-        raise ValueError(f"vocab_size is {vocab_size}; a trigram is counted up to {_MOST_SPARSE_VOCAB}")
+    if vocab_size > MOST_VOCAB:
+        raise ValueError(f"vocab_size is {vocab_size}; a trigram is counted up to {MOST_VOCAB}")
     table = counts or (DenseCounts if vocab_size <= _MOST_DENSE_VOCAB else SparseCounts)
     fitted = min(len(train), most_tokens)
     orders = []

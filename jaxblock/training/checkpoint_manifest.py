@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxblock.contracts import check_number
 from jaxblock.training.run_folder import RunError
+from jaxblock.training.safe_files import is_inside
 
 SCHEMA = 1
 """The form of a checkpoint; another number, another form."""
@@ -115,7 +116,9 @@ def damaged_files(folder: Path, manifest: Manifest) -> list[str]:
     faults = []
     for name, written in manifest.files.items():
         path = folder / name
-        if not path.is_file():
+        if not is_inside(folder, name):
+            faults.append(f"{name!r} leads out of its folder")
+        elif not path.is_file():
             faults.append(f"{name} is missing")
         elif path.stat().st_size != written.size or _written_file(path) != written:
             faults.append(f"{name} is not as it was written")
@@ -160,21 +163,24 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         found = json.loads((folder / MANIFEST).read_bytes())
         content = found["content"]
-        whole = found["crc32"] == _content_digest(content)
+        whole = isinstance(content, dict) and found["crc32"] == _content_digest(content)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise CheckpointDamaged(f"{where} is damaged: {MANIFEST} is missing") from error
     except OSError as error:
         raise RunError(f"{where} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError):  # not JSON, or other JSON
+    except (ValueError, KeyError, TypeError, RecursionError):  # not JSON, or other JSON
         whole, content = False, {}
     if not whole:
         raise CheckpointDamaged(f"{where} is damaged: {MANIFEST} is not as it was written")
-    schema = content.pop("schema")
+    schema = content.pop("schema", None)
     if schema != SCHEMA:
         raise CheckpointMismatch(f"{where} has form {schema}; this version of jaxblock reads form {SCHEMA}")
-    leaves = {name: SavedLeaf(**leaf) for name, leaf in content.pop("leaves").items()}
-    files = {name: WrittenFile(**file) for name, file in content.pop("files").items()}
-    manifest = Manifest(leaves=leaves, files=files, **content)
+    try:
+        leaves = {name: SavedLeaf(**leaf) for name, leaf in content.pop("leaves").items()}
+        files = {name: WrittenFile(**file) for name, file in content.pop("files").items()}
+        manifest = Manifest(leaves=leaves, files=files, **content)
+    except (AttributeError, KeyError, TypeError) as error:  # a checksum can be made by anyone
+        raise CheckpointDamaged(f"{where} is damaged: {MANIFEST} is not of form {SCHEMA}") from error
     if str(manifest.step) != folder.name:
         raise CheckpointDamaged(f"{where} is damaged: it holds step {manifest.step}")
     return manifest

@@ -17,6 +17,9 @@ from jaxblock.contracts import nearest
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.files import replace_text
 
+MOST_NESTED = 8
+"""Lists and tables in each other in a value; no field has more than one."""
+
 
 class Field(NamedTuple):
     """One field of a section as `--help` shows it."""
@@ -78,7 +81,7 @@ def parse_literal(text: str) -> Any:
     """Return the value of a TOML literal, or of true and false in any case; any other text is itself."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"true": True, "false": False}.get(text.lower(), text)
     return parsed["value"] if len(parsed) == 1 else text
 
@@ -96,11 +99,38 @@ def build_config(values: Mapping[str, Any], overrides: Mapping[str, Any] | None 
     for path, value in (overrides or {}).items():
         section, name = path.split(".")
         merged[section] = {**merged[section], name: value}
+    for section, entries in merged.items():
+        for name, value in entries.items():
+            _check_plain(f"{section}.{name}", value)
     try:
         # In JSON, strict still reads a list as a tuple and a table as a record; nothing else is converted.
         return TrainConfig.model_validate_json(json.dumps(merged, default=_refuse_date))
     except pydantic.ValidationError as error:
         raise ValueError(_sentence(error)) from error
+
+
+def _check_plain(path: str, value: Any, depth: int = 0) -> None:
+    """Raise ValueError for what TOML or JSON does not have, or reads to a depth only, before pydantic meets it.
+
+    A number above 64 bits, text that is not Unicode, lists in lists in lists.
+    """
+    if depth > MOST_NESTED:
+        raise ValueError(
+            f"{path} holds lists or tables in each other, more than {MOST_NESTED} deep; no field does"
+        )
+    if isinstance(value, dict | list):
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check_plain(path, inner, depth + 1)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{path} holds {_shown(value)}; TOML has whole numbers of 64 bits, up to 2**63 - 1")
+    elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ValueError(f"{path} is {value!r}, which is not Unicode text; a config is UTF-8 throughout")
+
+
+def _shown(number: int) -> str:
+    """Return a whole number as a person reads it: of a long one, how long it is."""
+    bits = number.bit_length()
+    return str(number) if bits <= 512 else f"a whole number of {bits:,} bits"
 
 
 def _refuse_date(value: Any) -> Any:

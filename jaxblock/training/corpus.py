@@ -48,7 +48,8 @@ from jaxblock.training.token_files import (
     read_text,
     readable,
 )
-from jaxblock.training.tokenizers import BYTE_VALUES, BYTES, Tokenizer, has_library, restore_tokenizer
+from jaxblock.training.tokenizer_library import has_library
+from jaxblock.training.tokenizers import BYTE_VALUES, BYTES, Tokenizer, restore_tokenizer
 
 _SAMPLED_BYTES = 64 * 2**20
 _SAMPLED_BLOCKS, _ALL_BLOCKS, _BLOCK_TOKENS = 64, 1024, 2**15

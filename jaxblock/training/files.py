@@ -4,23 +4,31 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file in one move: a reader, or a kill, sees the old text or the new, never a part."""
     temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(text, encoding="utf-8")
+    with _open_new(temporary) as file:
+        file.write(text.encode("utf-8"))
     temporary.replace(path)
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
     """Write a file in one move, on the disk before it has its name."""
     temporary = path.with_name(path.name + ".partial")
-    with temporary.open("wb") as file:
+    with _open_new(temporary) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def _open_new(path: Path) -> BinaryIO:
+    """Open a file that is not there yet, in place of what a kill left: a link of that name is not written through."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxblock.contracts import check_integer, check_number
 from jaxblock.training.rows import checked_rows
+from jaxblock.training.safe_files import check_regular
 from jaxblock.training.token_files import readable
 
 VALIDATION_PART = 0.15
@@ -245,6 +246,7 @@ def load_labelled(path: Path, *, context: int) -> LabelledCorpus:
     """
     seen: dict[bytes, str | int] = {}
     skipped = {"empty texts": 0, "texts that occur again": 0}
+    check_regular(path)
     with readable(path), open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -258,7 +260,8 @@ def load_labelled(path: Path, *, context: int) -> LabelledCorpus:
     if len(kinds) > 1:
         raise ValueError(f"{path} has labels that are strings and labels that are numbers; choose one")
     values = sorted(set(seen.values()), key=lambda label: (isinstance(label, str), label))
-    labels = [values.index(label) for label in seen.values()]
+    number_of = {value: number for number, value in enumerate(values)}
+    labels = [number_of[label] for label in seen.values()]
     examples = LabelledExamples.of(list(seen), labels, tuple(map(str, values)))
     groups = [hashlib.sha256(text).hexdigest() for text in seen]
     notes = [f"Skipped {count:,} {what}." for what, count in skipped.items() if count]
@@ -277,9 +280,12 @@ def _parse_line(line: bytes, where: str) -> tuple[bytes, str | int]:
     if not isinstance(label, str | int) or isinstance(label, bool) or label == "":
         raise ValueError(wanted)
     try:
+        str(label).encode("utf-8")
         return record["text"].encode("utf-8"), label
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has a lone surrogate at character {error.start} of its text") from error
+        raise ValueError(
+            f"{where} has a lone surrogate at character {error.start} of its text or label"
+        ) from error
 
 
 def _check_settings(examples: LabelledExamples, *, context: int, batch: int) -> None:

@@ -11,7 +11,7 @@ from jaxblock.accounting import model_flops_utilisation
 from jaxblock.models.cache import check_cacheable
 from jaxblock.models.decoder import Decoder
 from jaxblock.residual import Topology
-from jaxblock.training.baseline import MOST_TOKENS, trigram_baseline
+from jaxblock.training.baseline import MOST_TOKENS, MOST_VOCAB, trigram_baseline
 from jaxblock.training.batches import Batch, TrainBatches
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.corpus import load_corpus
@@ -37,6 +37,11 @@ def language_task(config: TrainConfig, *, topology: Topology | None = None) -> T
     Raises:
       ValueError: the data do not fit the config.
     """
+    if config.model.vocab_size > MOST_VOCAB:
+        raise ValueError(
+            f"model.vocab_size is {config.model.vocab_size}; the trigram a language model is compared with is counted "
+            f"up to {MOST_VOCAB}"
+        )
     data = load_run_data(config)
     if config.data.seams == "separate":
         _check_targets(data)
@@ -65,7 +70,10 @@ def language_task(config: TrainConfig, *, topology: Topology | None = None) -> T
         except ValueError as error:
             return f"No sample: {error}\n"
         tokens = continue_prompt(model, params, prompt_1T, config.sample, key=key)
-        return text.decode(prompt_1T[0]) + separator(text) + text.decode(tokens) + "\n"
+        try:
+            return text.decode(prompt_1T[0]) + separator(text) + text.decode(tokens) + "\n"
+        except ValueError as error:  # of a tokenizer file
+            return f"No sample: {error}\n"
 
     def utilisation(per_second: float) -> float | None:
         kind = jax.devices()[0].device_kind

@@ -67,6 +67,7 @@ def prepare(config: TrainConfig, *, continues: bool = False) -> Prepared:
     Watch.check(config)
     placement = place(config)
     task = TASKS[config.run.task_choice.name](config)
+    _check_batch(config)
     keys = run_keys(config.run.seed)
     state = jax.eval_shape(functools.partial(init_state, task, config), keys.init)
     like = placement.like(state, state.params)
@@ -157,6 +158,16 @@ def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     """Return the bytes of an array that one device holds."""
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize
+
+
+def _check_batch(config: TrainConfig) -> None:
+    """Raise ValueError if a batch's integers alone are larger than the device's memory."""
+    tokens, available = config.data.batch * config.model.context, device_bytes()
+    if available is not None and 16 * tokens > available:  # inputs, targets, weights and segments
+        raise ValueError(
+            f"data.batch is {config.data.batch} and model.context is {config.model.context}: {tokens:,} tokens are "
+            f"more than the {available / 2**30:,.1f} GiB of the device hold"
+        )
 
 
 def device_bytes() -> int | None:

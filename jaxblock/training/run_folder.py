@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
+        self._made: tuple[Path, ...] = ()
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
@@ -95,7 +97,11 @@ class RunFolder:
           ValueError: there is no run.
         """
         folder = cls(path)
-        if not folder.config.is_file():
+        try:
+            is_run = folder.config.is_file()
+        except OSError as error:  # a name too long
+            raise ValueError(f"{str(path)!r} is not a run: {error.strerror or error}") from error
+        if not is_run:
             raise ValueError(f"{str(path)!r} is not a run: it has no config.toml")
         return folder
 
@@ -106,12 +112,21 @@ class RunFolder:
           ValueError: the folder cannot be made.
         """
         unfinished = RunFolder(self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex[:8]}"))
+        missing = tuple(folder for folder in self.path.parents if not folder.exists())
         try:
             unfinished.plots.mkdir(parents=True)
             write_config(config, unfinished.config)
             unfinished.path.rename(self.path)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            _remove(unfinished.path, *missing)
             raise ValueError(f"run.dir is {str(self.path)!r}, which cannot be made: {error}") from error
+        self._made = (self.path, *missing)
+
+    def discard_unstarted(self) -> None:
+        """Delete the folder that this record made, unless a step or a checkpoint is in it: a refusal leaves nothing."""
+        steps = [row for row in self.read_metrics() if "event" not in row]
+        if self._made and not steps and not self.has_checkpoint():
+            _remove(*self._made)
 
     def read_config(self) -> TrainConfig:
         """Return the run's config."""
@@ -335,6 +350,14 @@ def finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _remove(folder: Path, *parents: Path) -> None:
+    """Delete a folder, and those of its parents that are empty then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for parent in parents:
+            parent.rmdir()
+
+
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(_lines(rows))
@@ -351,7 +374,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n")[:-1]
     try:
         rows = [json.loads(line) for line in lines if line]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} holds a line that is not JSON: {error}") from error
     if not all(isinstance(row, dict) and "step" in row for row in rows):
         raise ValueError(f"{str(path)!r} holds a line that is no row of a run, an object with a step")
@@ -361,5 +384,5 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from error

@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxblock.contracts import check_integer, check_number
 from jaxblock.training.mapped_tokens import MappedTokens, ShardMaps
+from jaxblock.training.safe_files import path_inside
 from jaxblock.training.token_files import TokenFile, one_document, readable
+from jaxblock.training.tokenizers import TOKENIZER_FILE
 
 TOKENS_FILE, PROGRESS_FILE = "tokens.json", "progress.json"
 SPLITS = ("train", "val")
@@ -110,11 +113,12 @@ class TokenFolder(NamedTuple):
         """Return every shard as `map_shard` does, train before validation.
 
         Raises:
-          ValueError: a shard is missing or holds another number of tokens than it should.
+          ValueError: a shard is missing, lies elsewhere or holds another number of tokens than it should.
         """
         files = []
         for name, count in (shard for split in SPLITS for shard in self.shards[split]):
-            files.append(map_shard(folder / name, name, vocab_size=vocab_size, maps=maps))
+            path = path_inside(folder, name, where=str(folder / TOKENS_FILE))
+            files.append(map_shard(path, name, vocab_size=vocab_size, maps=maps))
             if len(files[-1]) != count:
                 raise ValueError(
                     f"{folder / name} holds {len(files[-1])} tokens, but {TOKENS_FILE} says {count}"
@@ -136,22 +140,35 @@ def read_token_folder(folder: Path) -> TokenFolder | None:
         )
     if not finished:
         return None
-    path = folder / TOKENS_FILE
+    path = path_inside(folder, TOKENS_FILE, where=str(folder))
     with readable(path):
         data = path.read_bytes()
     try:
-        record = json.loads(data)
-        splits = record["splits"]
-        return TokenFolder(
-            {name: [(s["name"], s["tokens"]) for s in splits[name]["shards"]] for name in SPLITS},
-            {
-                key: record["tokenizer"][key]
-                for key in ("name", "file", "vocab_size", "end_of_text", "fingerprint")
-            },
-            splits["val"]["bytes"] / splits["val"]["tokens"],
-        )
-    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        return _parse_token_folder(json.loads(data))
+    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{path} is not what `jaxblock tokenize` writes: {error!r}") from error
+
+
+def _parse_token_folder(record: Any) -> TokenFolder:
+    """Return what a tokens.json says; any ordinary error is raised where it says something else."""
+    splits, tokenizer = record["splits"], record["tokenizer"]
+    shards = {name: [(s["name"], s["tokens"]) for s in splits[name]["shards"]] for name in SPLITS}
+    for name, tokens in (shard for split in SPLITS for shard in shards[split]):
+        check_integer(f"tokens of shard {name!r}", tokens, least=1, most=MOST_SHARD_TOKENS)
+    names = [str(shard[0]) for split in SPLITS for shard in shards[split]]
+    if len(set(names)) < len(names):
+        raise ValueError(f"shards are {names}; each is named once")
+    check_integer("vocab_size", tokenizer["vocab_size"], least=1)
+    if tokenizer["end_of_text"] is not None:
+        check_integer("end_of_text", tokenizer["end_of_text"], least=0, most=tokenizer["vocab_size"] - 1)
+    if not isinstance(tokenizer["name"], str) or tokenizer["file"] not in (None, TOKENIZER_FILE):
+        raise ValueError(
+            f"the tokenizer is {tokenizer['name']!r} in {tokenizer['file']!r}, not in {TOKENIZER_FILE!r}"
+        )
+    bytes_per_token = splits["val"]["bytes"] / splits["val"]["tokens"]
+    check_number("bytes per token", bytes_per_token, above=0.0)
+    keys = ("name", "file", "vocab_size", "end_of_text", "fingerprint")
+    return TokenFolder(shards, {key: tokenizer[key] for key in keys}, bytes_per_token)
 
 
 # --- writing

@@ -34,6 +34,7 @@ from jaxblock.training.document_split import (
     scan_documents,
 )
 from jaxblock.training.documents import BEGINNING, Place
+from jaxblock.training.safe_files import read_utf8_file
 from jaxblock.training.shards import (
     MOST_SHARD_TOKENS,
     PROGRESS_FILE,
@@ -51,7 +52,6 @@ from jaxblock.training.tokenizers import (
     FileTokenizer,
     Tokenizer,
     choose_tokenizer,
-    read_utf8_file,
     tokenizer_record,
 )
 
@@ -349,7 +349,7 @@ def _read_progress(out: Path) -> dict[str, Any] | None:
         progress = json.loads(read_utf8_file(path))
         if set(progress["splits"]) == set(SPLITS) and len(progress["place"]) == len(BEGINNING):
             return progress
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not what `jaxblock tokenize` writes: {error}") from error
     raise ValueError(f"{path} is not what `jaxblock tokenize` writes")
 

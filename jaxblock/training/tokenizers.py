@@ -28,6 +28,8 @@ import numpy as np
 
 from jaxblock.choices import resolve
 from jaxblock.contracts import check_integer
+from jaxblock.training.safe_files import path_inside, read_utf8_file
+from jaxblock.training.tokenizer_library import find_library, reported
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZERS: Mapping[str, Mapping[str, Any]] = {
@@ -155,19 +157,20 @@ class FileTokenizer:
 
     @functools.cached_property
     def _backend(self) -> Any:
-        library = _library(f"the tokenizer {self.name!r}")
-        try:
+        library = find_library(f"the tokenizer {self.name!r}")
+        with reported(f"{self.name} is not a tokenizer file"):
             backend = library.Tokenizer.from_str(self.text)
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{self.name} is not a tokenizer file: {error}") from error
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = True
-        return backend
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode_special_tokens = True
+            return backend
 
     @functools.cached_property
     def _largest_id(self) -> int:
-        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        with reported(f"{self.name} is not a tokenizer file"):
+            largest = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        check_integer(f"{self.name}: the largest id", largest, least=0, most=2**31 - 2)
+        return largest
 
     @property
     def vocab_size(self) -> int:
@@ -189,14 +192,21 @@ class FileTokenizer:
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Return `encode` of each text, on every core."""
-        encodings = self._backend.encode_batch_fast(
-            [_as_utf8(text) for text in texts], add_special_tokens=False
-        )
-        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+        given = [_as_utf8(text) for text in texts]
+        with reported(f"the tokenizer {self.name!r} cannot encode the text"):
+            encodings = self._backend.encode_batch_fast(given, add_special_tokens=False)
+            return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids [N]; special tokens are shown, an id the vocabulary lacks is U+FFFD."""
-        ids = np.asarray(ids)
+        """Return the text of ids [N]; special tokens are shown, an id the vocabulary lacks is U+FFFD.
+
+        Raises:
+          ValueError: the file's decoder fails.
+        """
+        with reported(f"the tokenizer {self.name!r} cannot decode"):
+            return self._decode(np.asarray(ids))
+
+    def _decode(self, ids: np.ndarray) -> str:
         missing = {token for token in np.unique(ids).tolist() if not self._knows(token)}
         words = []
         for is_missing, run in itertools.groupby(ids.tolist(), missing.__contains__):
@@ -241,7 +251,7 @@ class BytePairTraining:
         Raises:
           ValueError: the library is missing, or the texts repeat too little for so many ids.
         """
-        library = _library(f"the tokenizer {self.name!r}")
+        library = find_library(f"the tokenizer {self.name!r}")
         split = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         backend = library.Tokenizer(library.models.BPE())
         backend.pre_tokenizer, backend.decoder = split, library.decoders.ByteLevel()
@@ -274,7 +284,7 @@ def choose_tokenizer(text: str) -> Tokenizer | BytePairTraining:
     if choice.name == "bytes":
         return ByteTokenizer(BYTE_VALUES if choice.options["end_of_text"] else None)
     training = BytePairTraining(**choice.options)
-    _library(f"the tokenizer {training.name!r}")
+    find_library(f"the tokenizer {training.name!r}")
     return training
 
 
@@ -289,6 +299,7 @@ def read_tokenizer_file(path: Path) -> FileTokenizer:
     """
     text = read_utf8_file(path)
     tokenizer = FileTokenizer(text, str(path), end_of_text=None)
+    check_integer(f"{path}: vocab_size", tokenizer.vocab_size, least=1)
     added = {token.content: number for number, token in tokenizer._backend.get_added_tokens_decoder().items()}
     beside = path.with_name("tokenizer_config.json")
     end = _configured_end(beside) if beside.exists() else None
@@ -320,24 +331,18 @@ def restore_tokenizer(record: Mapping[str, Any], folder: Path) -> Tokenizer:
     if record["file"] is None:
         tokenizer: Tokenizer = ByteTokenizer(record["end_of_text"])
     else:
-        tokenizer = FileTokenizer(
-            read_utf8_file(folder / record["file"]), record["name"], record["end_of_text"]
-        )
+        if record["file"] != TOKENIZER_FILE:
+            raise ValueError(
+                f"the tokenizer of {folder} is in {record['file']!r}; it must be in {TOKENIZER_FILE!r}"
+            )
+        path = path_inside(folder, TOKENIZER_FILE, where=str(folder))
+        tokenizer = FileTokenizer(read_utf8_file(path), record["name"], record["end_of_text"])
     if tokenizer.fingerprint != record["fingerprint"]:
         raise ValueError(
             f"the tokenizer {record['name']!r} of {folder} has fingerprint {tokenizer.fingerprint}, "
             f"not {record['fingerprint']}: its file was changed"
         )
     return tokenizer
-
-
-def has_library() -> bool:
-    """Return whether tokenizers with a file can be used here."""
-    try:
-        _library("")
-    except ValueError:
-        return False
-    return True
 
 
 def _as_utf8(text: bytes) -> str:
@@ -355,31 +360,19 @@ def _as_bytes(text: str, *, errors: str = "strict") -> bytes:
         raise ValueError(f"the text has a lone surrogate at character {error.start}") from error
 
 
-def _library(what: str) -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ValueError(f'{what} needs the library tokenizers: pip install "jaxblock[hf]"') from error
-    return tokenizers
-
-
-def read_utf8_file(path: Path) -> str:
-    """Return a file's text; ValueError if it cannot be read or is not UTF-8."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 at byte {error.start}") from error
-
-
 def _configured_end(path: Path) -> str | None:
     """Return the "eos_token" of a tokenizer_config.json: a string, or an object with its "content"."""
+    text = read_utf8_file(path)
     try:
-        end = json.loads(read_utf8_file(path)).get("eos_token")
-        return end["content"] if isinstance(end, dict) else end
-    except (json.JSONDecodeError, AttributeError, KeyError) as error:
-        raise ValueError(f"{path} is not a tokenizer config: {error}") from error
+        end = json.loads(text).get("eos_token")
+        end = end["content"] if isinstance(end, dict) else end
+    except (ValueError, AttributeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is not a tokenizer config: {error!r}") from error
+    if end is not None and (
+        not isinstance(end, str) or any("\ud800" <= letter <= "\udfff" for letter in end)
+    ):
+        raise ValueError(f'{path} names the "eos_token" {end!r}; it must be a string of Unicode')
+    return end
 
 
 def _fingerprint(text: str | None, end_of_text: int | None) -> str:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from jaxblock.training import documents
 from jaxblock.training.documents import iterate_documents
+from jaxblock.training.tokenizer_library import has_library
 from jaxblock.training.tokenizers import (
     BYTES,
     BytePairTraining,
     ByteTokenizer,
     FileTokenizer,
     choose_tokenizer,
-    has_library,
     read_tokenizer_file,
     restore_tokenizer,
     tokenizer_record,

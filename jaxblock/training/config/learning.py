@@ -8,7 +8,7 @@ import pydantic
 
 from jaxblock.axes import PARAMETERS
 from jaxblock.choices import Choice, resolve
-from jaxblock.contracts import check_choice, check_integer, check_number
+from jaxblock.contracts import check_choice, check_file_name, check_integer, check_number
 from jaxblock.training.config.section import Section
 
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
@@ -60,6 +60,8 @@ class DataConfig(Section):
     def _check(self) -> "DataConfig":
         if self.path == "":
             raise ValueError("data.path is empty; it must name a file or a folder, or be left out")
+        if self.path is not None:
+            check_file_name("data.path", self.path)
         self._check_mixture()
         check_integer("data.batch", self.batch, least=1)
         check_integer("data.accumulation", self.accumulation, least=1)
@@ -86,6 +88,7 @@ class DataConfig(Section):
         for name, weight in self.mixture.items():
             if not name:
                 raise ValueError("data.mixture has an empty path; each must name a file or a folder")
+            check_file_name("data.mixture: a path", name)
             check_number(f"data.mixture: {name}", weight, above=0.0)
             other = names.setdefault(os.path.normpath(name), name)
             if other != name:

@@ -6,7 +6,7 @@ from typing import Any
 import pydantic
 
 from jaxblock.choices import Choice, resolve
-from jaxblock.contracts import check_choice, check_integer, check_number
+from jaxblock.contracts import check_choice, check_file_name, check_integer, check_number
 from jaxblock.models.classifier import POOLINGS
 from jaxblock.training.config.section import Section
 
@@ -39,8 +39,12 @@ class RunConfig(Section):
         for name in ("steps", "log_every", "evaluate_every", "checkpoint_every"):
             check_integer(f"run.{name}", getattr(self, name), least=1)
         check_integer("run.seed", self.seed, least=0, most=2**32 - 1)
-        if not self.name or "/" in self.name or "\\" in self.name or self.name.startswith("."):
+        is_path = "/" in self.name or "\\" in self.name or self.name.startswith(".")
+        if not self.name or is_path or not self.name.isprintable():
             raise ValueError(f"run.name is {self.name!r}; it must be a plain file name")
+        check_file_name("run.name", self.name)
+        if self.dir is not None:
+            check_file_name("run.dir", self.dir)
         task = self.task_choice
         if task.name == "classifier":
             check_choice("run.task: pooling", task.options["pooling"], POOLINGS)
@@ -64,6 +68,8 @@ class InitConfig(Section):
     def _check(self) -> "InitConfig":
         if self.from_run == "":
             raise ValueError("init.from is empty; it must name the folder of a run, or be left out")
+        if self.from_run is not None:
+            check_file_name("init.from", self.from_run)
         check_choice("init.weights", self.weights, ("last", "average"))
         return self
 

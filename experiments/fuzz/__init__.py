@@ -1,0 +1,1 @@
+"""Fuzzing of configs and data files: `python -m experiments.fuzz`; see `experiments.fuzz.__main__`."""
