@@ -394,7 +394,7 @@ def test_differences_name_every_field_that_differs_and_no_other():
         "model.window: (3,), ()",
     ]
     assert len(differences(CHANGED, DEFAULT)) == len(fields()) - 2  # all but MIXED's
-    assert differences(MIXED, CHANGED)[1].startswith("data.mixture: {'books': 0.5, 'a b/café': 3.0}, {}")
+    assert "data.mixture: {'books': 0.5, 'a b/café': 3.0}, {}" in differences(MIXED, CHANGED)
 
 
 # Help ------------------------------------------------------------------------------------------------------
