@@ -48,7 +48,8 @@ def cross_entropy_blocked(
     Memory: `block_positions` positions of logits, and a float32 copy of the matrix for its gradient, which is made
     in the forward pass wherever a derivative is asked for. `loss` and `total` cost three products; a derivative of
     `nats` or `z_loss`, or of what has lost track of which of them are unused, makes the gradient again. The custom
-    derivative has no forward mode and no second order (jvp, hessian): use `cross_entropy` there.
+    derivative has no forward mode (jvp of a loss): use `cross_entropy` there. Its gradient is an ordinary function
+    with every derivative of its own (hessian), which keep every block's logits.
 
     Raises as `cross_entropy` and `read_out` do, and ValueError for a `block_elements` below 1.
     """
@@ -74,7 +75,7 @@ def block_positions(batch: int, length: int, columns: int, *, block_elements: in
     A few positions are added to the last block where C does not divide the length; they count for nothing.
     """
     most = max(1, block_elements // max(1, batch * columns))
-    return -(-length // max(1, -(-length // most)))
+    return max(1, -(-length // max(1, -(-length // most))))
 
 
 _PRODUCTS = {"table": ("rv,vd->rd", "rv,rd->vd"), "kernel": ("rv,dv->rd", "rv,rd->dv")}
@@ -204,11 +205,13 @@ def _split(x: Array, positions: int) -> Array:
     more = -x.shape[1] % positions
     if more:
         x = jnp.pad(x, [(0, more if axis == 1 else 0) for axis in range(x.ndim)])
-    x = x.reshape(x.shape[0], -1, positions, *x.shape[2:])
+    # Sizes spelled out: -1 is not defined where there are no rows or no positions.
+    x = x.reshape(x.shape[0], x.shape[1] // positions, positions, *x.shape[2:])
     return jnp.moveaxis(x, 1, 0)
 
 
 def _join(x_IBCD: Array, length: int) -> Array:
     """Undo `_split`."""
     x_BICD = jnp.moveaxis(x_IBCD, 0, 1)
-    return x_BICD.reshape(x_BICD.shape[0], -1, x_BICD.shape[-1])[:, :length]
+    batch, blocks, positions, width = x_BICD.shape
+    return x_BICD.reshape(batch, blocks * positions, width)[:, :length]

@@ -60,10 +60,11 @@ class LayeredCache(NamedTuple):
     @classmethod
     def of(cls, cache: Cache) -> "LayeredCache":
         """Return the cache, its layers apart, for a loop that reads one token at a time."""
-        layers, batch, groups, slots, width = cache.keys_LBGSK.shape
-        none = jnp.zeros((layers, batch, 1, groups, width), cache.keys_LBGSK.dtype)
-        nowhere = jnp.full((batch, 1), slots, jnp.int32)
-        return cls(tuple(cache.keys_LBGSK), tuple(cache.values_LBGSK), cache.lengths_B, none, none, nowhere)
+        # What stands in for new tokens is cut from the cache, not made: under shard_map or vmap a loop's carry must
+        # be of one kind from the start. It is written nowhere.
+        keys, values = (x[:, :, :, :1].swapaxes(2, 3) for x in cache[:2])
+        nowhere = jnp.full_like(cache.lengths_B[:, None], cache.slots)
+        return cls(tuple(cache.keys_LBGSK), tuple(cache.values_LBGSK), cache.lengths_B, keys, values, nowhere)
 
     def written(self) -> "LayeredCache":
         """Return the cache with its newest tokens in their slots, and none left to be written."""

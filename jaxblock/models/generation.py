@@ -200,7 +200,8 @@ def _continue(
 
     read: how many tokens the longest row has read, or more.
     """
-    drawn_BT = jnp.zeros((state.recent_BR.shape[0], keys.shape[0]), jnp.int32)
+    # Of the state, as in `LayeredCache.of`; all of it is overwritten.
+    drawn_BT = jnp.tile(state.recent_BR[:, -1:], (1, keys.shape[0]))
     whole, start, total = _capacity(model), 0, read + keys.shape[0]
     limit = cache_limit(model.config, whole)
     while start < keys.shape[0]:

@@ -137,6 +137,27 @@ def products_and_largest(loss, objective=loss_of, **more):
     return sum(products), max(sizes)
 
 
+def test_the_gradient_has_derivatives_of_its_own():
+    with jax.enable_x64(True):
+        x_BTD, readout, targets_BT, valid_BT = draw(1, dtype=np.float64)
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def curved(loss, x_BTD):
+            """Return the gradient, by states and by the readout, of half the gradient's squared length."""
+
+            def half(x_BTD, readout):
+                found = jax.grad(lambda x: loss(x, readout, targets_BT, valid_BT, RICH).loss)(x_BTD)
+                return jnp.sum(jnp.square(found)) / 2
+
+            return jax.grad(half, (0, 1))(x_BTD, readout)
+
+        want = curved(whole, x_BTD)
+        assert_equal(curved(blocked, x_BTD), want, tolerance=1e-12)
+        assert (
+            np.abs(curved(blocked, 2 * x_BTD)[0] - want[0]).max() > 1e-3
+        )  # control: elsewhere it is another
+
+
 def test_three_products_and_never_the_whole_logits():
     three = {"block_elements": 3 * B * 50}
     assert products_and_largest(whole) == (3, B * T * 50)
@@ -206,6 +227,18 @@ def test_no_real_target_a_wrong_target_and_a_hole_in_the_vocabulary():
     given = (jnp.abs(x_BTD) + 1, hole, targets_BT % 3, valid_BT)
     assert_equal(run(blocked, *given, options=RICH)[0], run(whole, *given, options=RICH)[0])
     assert np.isfinite(run(blocked, *given, options=RICH)[0].loss)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(0, T), (B, 0)])
+def test_a_batch_without_rows_or_positions_is_that_of_whole_logits(rows, length):
+    x_BTD, readout, targets_BT, valid_BT = draw()
+    given = (x_BTD[:rows, :length], readout, targets_BT[:rows, :length], valid_BT[:rows, :length])
+    got, want = run(blocked, *given), run(whole, *given)
+    assert_equal(got, want)
+    assert got[1][0].shape == (rows, length, D)
+    assert not np.any(got[1][1].matrix)
+    # Control: one position has a gradient.
+    assert np.any(run(blocked, x_BTD[:1, :1], readout, targets_BT[:1, :1])[1][1].matrix)
 
 
 @pytest.mark.parametrize("layout", ["table", "kernel"])

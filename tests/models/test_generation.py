@@ -269,6 +269,29 @@ def test_b72_cached_decoding_never_emits_the_padded_id(rule):
         assert np.all(np.argmax(last_BV, -1) == 3)
 
 
+def test_the_loop_over_tokens_goes_through_shard_map_and_vmap():
+    """A loop's carry must vary from its start as it does at its end; the control, zeros, does not and is refused."""
+    model, params = model_of(LEARNED)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    rows = jax.sharding.PartitionSpec("data")
+
+    def mapped(function):
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows))
+
+    def draw(prompt_BT):
+        return generate(model, params, prompt_BT, key(), length=4, rule=GREEDY)
+
+    def from_zeros(prompt_BT):
+        return jax.lax.fori_loop(0, 2, lambda _, x: x + prompt_BT, jnp.zeros_like(PROMPT_BT))
+
+    assert jax.eval_shape(mapped(draw), PROMPT_BT).shape == (2, 4)
+    with pytest.raises(TypeError, match="carry"):
+        jax.eval_shape(mapped(from_zeros), PROMPT_BT)
+    # Under vmap all of the carry is donated: what could not be would be a warning, which fails.
+    got = jax.vmap(lambda row_T: draw(row_T[None])[0])(jnp.asarray(PROMPT_BT))
+    np.testing.assert_array_equal(got, continued(LEARNED, PROMPT_BT, 4))
+
+
 # Streaming -------------------------------------------------------------------------------------------------
 
 
