@@ -32,7 +32,7 @@ def train(arguments: Sequence[str]) -> Action:
     from jaxblock.training.host_memory import keep_freed_memory
     from jaxblock.training.loop import train as run
     from jaxblock.training.prepare import prepare
-    from jaxblock.training.run_folder import RunError, RunFolder
+    from jaxblock.training.run_folder import RunError, RunFilesError, RunFolder
 
     keep_freed_memory()
     command, overrides = parse_with_config(
@@ -54,11 +54,11 @@ def train(arguments: Sequence[str]) -> Action:
     def act() -> int:
         try:
             code, summary = run(prepared, folder)
-        except RunError as error:
-            return refuse(error)
-        except OSError as error:  # a full disk, a folder that went away
+        except (RunFilesError, OSError) as error:  # a full disk, a folder that went away
             print(f"jaxblock: {error}; continue with: jaxblock train --resume {folder.path}", file=sys.stderr)
             return FAILED
+        except RunError as error:
+            return refuse(error)
         if command.json:
             print(json.dumps({"run": str(folder.path), **summary}))
         else:

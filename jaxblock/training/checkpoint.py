@@ -41,7 +41,7 @@ from jaxblock.training.checkpoint_manifest import (
     written_files,
 )
 from jaxblock.training.config import CheckpointConfig
-from jaxblock.training.run_folder import RunError
+from jaxblock.training.run_folder import RunError, RunFilesError
 from jaxblock.types import Array, Params
 
 __all__ = ["CheckpointDamaged", "CheckpointMismatch", "Checkpoints", "count_parameters", "kept_steps"]
@@ -255,14 +255,14 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _reported(self, what: str) -> Iterator[None]:
-        """Raise whatever goes wrong with the files as a RunError that says what was done."""
+        """Raise whatever goes wrong with the files as a RunFilesError that says what was done."""
         try:
             yield
         except RunError:
             raise
         except Exception as error:  # OSError, and what Orbax and TensorStore make of one
             reason = f"{type(error).__name__}: {_first_line(error)}"
-            raise RunError(f"{what} in {str(self._folder)!r}: {reason}") from error
+            raise RunFilesError(f"{what} in {str(self._folder)!r}: {reason}") from error
 
 
 def kept_steps(losses: Mapping[int, float | None], keep: CheckpointConfig) -> set[int]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +100,7 @@ class RunFolder:
             write_config(config, unfinished.config)
             unfinished.path.rename(self.path)
         except OSError as error:
+            shutil.rmtree(unfinished.path, ignore_errors=True)
             raise ValueError(f"run.dir is {str(self.path)!r}, which cannot be made: {error}") from error
 
     def read_config(self) -> TrainConfig:
@@ -249,6 +251,10 @@ def _stays(row: Mapping[str, Any], *, after: int, skipped: int) -> bool:
 
 class RunError(ValueError):
     """A run's folder cannot be used as it is; nothing was written."""
+
+
+class RunFilesError(RunError):
+    """The system could not read or write a run's files: a full disk, a folder that went away; what was saved stays."""
 
 
 def config_fingerprint(config: TrainConfig) -> str:
