@@ -4,8 +4,8 @@
 
 Small runs of `jaxblock train` (dropout, a moving average, accumulated pieces), each a process of its own, are harmed
 and then continued by the command their user would type. A fault is survived where the run ends with the bits of the
-unbroken one in all that its last checkpoint holds, with each step once in metrics.jsonl; where it is to be refused, where
-the exit code and one sentence say so and no file has changed.
+unbroken one in all that its last checkpoint holds, with each step once in metrics.jsonl; where it is to be refused,
+where the exit code and one sentence say so and no file has changed.
 
 | faults | what is done |
 |---|---|
@@ -60,7 +60,6 @@ class Count(NamedTuple):
     kind: str
     tried: int
     lost: int
-    seconds: float
     faults: list[str]
     """What was lost, each once."""
 
@@ -74,6 +73,8 @@ class Found(NamedTuple):
     """Everything that was tried."""
 
     counts: list[Count]
+    seconds: dict[str, float]
+    """Name of FAULTS -> what all its kinds took, unbroken runs included."""
     not_tried: dict[str, str]
     """Fault -> why this machine cannot have it."""
 
@@ -88,16 +89,15 @@ def try_all(lab: Laboratory, times: Mapping[str, int]) -> Found:
         try:
             for trial in FAULTS[name](lab, number):
                 trials.setdefault(trial.kind, []).append(trial)
-                seconds[trial.kind] = seconds.get(trial.kind, 0.0) + time.monotonic() - begin
-                begin = time.monotonic()
         except CannotTry as reason:
             not_tried[name] = str(reason)
-    return Found([_count(kind, made, seconds[kind]) for kind, made in trials.items()], not_tried)
+        seconds[name] = time.monotonic() - begin
+    return Found([_count(kind, made) for kind, made in trials.items()], seconds, not_tried)
 
 
-def _count(kind: str, trials: Sequence[Trial], seconds: float) -> Count:
+def _count(kind: str, trials: Sequence[Trial]) -> Count:
     faults = [trial.fault for trial in trials if trial.fault is not None]
-    return Count(kind, len(trials), len(faults), seconds, list(dict.fromkeys(faults)))
+    return Count(kind, len(trials), len(faults), list(dict.fromkeys(faults)))
 
 
 def record(found: Found) -> dict:
@@ -107,25 +107,22 @@ def record(found: Found) -> dict:
             "tried": count.tried,
             "survived": count.survived,
             "lost": count.lost,
-            "seconds": round(count.seconds, 1),
             "faults": count.faults,
         }
         for count in found.counts
     }
-    total = {
-        key: sum(kind[key] for kind in kinds.values()) for key in ("tried", "survived", "lost", "seconds")
-    }
-    return {"kinds": kinds, "total": total, "not_tried": found.not_tried}
+    total = {key: sum(kind[key] for kind in kinds.values()) for key in ("tried", "survived", "lost")}
+    seconds = {name: round(value, 1) for name, value in found.seconds.items()}
+    return {"kinds": kinds, "total": total, "seconds": seconds, "not_tried": found.not_tried}
 
 
 def text(found: Found) -> str:
     """Return the table."""
-    lines = [f"{'fault':44} tried survived lost seconds"]
+    lines = [f"{'fault':40} tried survived lost"]
     for count in found.counts:
-        lines.append(
-            f"{count.kind:44} {count.tried:5} {count.survived:8} {count.lost:4} {count.seconds:7.0f}"
-        )
+        lines.append(f"{count.kind:40} {count.tried:5} {count.survived:8} {count.lost:4}")
         lines += [f"  lost: {fault}" for fault in count.faults]
+    lines.append("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in found.seconds.items()))
     lines += [f"{name}: not tried in full here: {reason}" for name, reason in found.not_tried.items()]
     return "\n".join(lines)
 

@@ -28,7 +28,7 @@ SMALLEST_LIMIT, LARGEST_LIMIT = 2_000, 30_000
 
 
 def disk_runs(lab: Laboratory, trials: int) -> Iterator[Trial]:
-    """Yield runs whose disk takes no more: exit code 1 and one sentence, whole checkpoints, resumed to the same bits."""
+    """Yield runs whose disk takes no more: exit code 1, one sentence, whole checkpoints, resumed to the same bits."""
     for name, run_on in (
         ("file size limit", _limited),
         ("disk fills up", _filled),

@@ -41,6 +41,7 @@ from jaxblock.training.checkpoint_manifest import (
     written_files,
 )
 from jaxblock.training.config import CheckpointConfig
+from jaxblock.training.full_disk import check_space, without_late_reports
 from jaxblock.training.run_folder import RunError, RunFilesError
 from jaxblock.types import Array, Params
 
@@ -181,7 +182,8 @@ class Checkpoints:
         unfinished = self._folder / f"{step}{_PARTIAL}"
         # TensorStore has no arrays without entries; the manifest says all there is to say of them.
         filled = {name: value for name, value in values.items() if value.size}
-        with _orbax_settings():
+        check_space(self._folder, [value.nbytes for value in filled.values()])
+        with _orbax_settings(), without_late_reports():
             orbax.save(str(unfinished), filled, checkpointable_name=_ARRAYS)
         write_manifest(unfinished, Manifest(step, facts, parts, saved, written_files(unfinished)))
         _bring_to_disk(unfinished)
