@@ -256,7 +256,7 @@ def not_one_sentence(ended: Ended, *, code: int, names: str) -> str | None:
     if ended.code != code:
         return f"exit code {ended.code}, not {code}: {last_line(ended)}"
     if "Traceback" in ended.words:
-        return "it ended with a traceback"
+        return f"it ended with a traceback: {ended.words[ended.words.index('Traceback') :][-1000:]!r}"
     if len(said) != 1 or last_line(ended) != said[0]:
         return f"it did not end with one sentence: {ended.words[-500:]!r}"
     return None if names in said[0] else f"its sentence does not say {names!r}: {said[0]}"
