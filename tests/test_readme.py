@@ -21,7 +21,7 @@ COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in 
 
 def test_readme_has_the_snippets_it_promises():
     assert len(PYTHON) >= 3
-    assert {language for language, _ in BLOCKS} == {"python", "bash", "toml"}
+    assert {language for language, _ in BLOCKS} == {"python", "bash", "toml", "text"}
 
 
 @pytest.mark.parametrize("snippet", PYTHON, ids=[f"snippet{i}" for i in range(len(PYTHON))])

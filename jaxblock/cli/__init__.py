@@ -35,8 +35,8 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], Action]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code.
 
-    0 done, 1 a check failed, 2 bad input (nothing was written), 3 training stopped by its own guard, 130 or 143
-    interrupted.
+    0 done, 1 a check failed or a run's files could not be written, 2 bad input (nothing was written), 3 training
+    stopped by its own guard, 130 or 143 interrupted.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])

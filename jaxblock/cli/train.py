@@ -42,7 +42,7 @@ def train(arguments: Sequence[str]) -> Action:
     from jaxblock.training.host_memory import keep_freed_memory
     from jaxblock.training.loop import train as run
     from jaxblock.training.prepare import prepare
-    from jaxblock.training.run_folder import FollowedFolder, RunError, RunFolder, new_path
+    from jaxblock.training.run_folder import FollowedFolder, RunError, RunFilesError, RunFolder, new_path
     from jaxblock.training.token_files import DataError
 
     keep_freed_memory()
@@ -81,6 +81,13 @@ def train(arguments: Sequence[str]) -> Action:
     def act() -> int:
         try:
             code, summary = run(prepared, folder)
+        except (
+            RunFilesError,
+            OSError,
+            DataError,
+        ) as error:  # a full disk, a folder or a shard that went away
+            print(f"jaxblock: {error}; continue with: jaxblock train --resume {folder.path}", file=sys.stderr)
+            return FAILED
         except RunError as error:
             folder.discard_unstarted()
             return refuse(error)
@@ -90,9 +97,6 @@ def train(arguments: Sequence[str]) -> Action:
             processes.leave(
                 f"another process of the run is gone ({error}); continue with --resume {folder.path}"
             )
-        except (OSError, DataError) as error:  # a full disk, a folder or a shard that went away
-            print(f"jaxblock: {error}; continue with: jaxblock train --resume {folder.path}", file=sys.stderr)
-            return FAILED
         if not folder.writes:
             return code
         if command.json:

@@ -41,7 +41,8 @@ from jaxblock.training.checkpoint_manifest import (
     written_files,
 )
 from jaxblock.training.config import CheckpointConfig
-from jaxblock.training.run_folder import RunError
+from jaxblock.training.full_disk import check_space, without_late_reports
+from jaxblock.training.run_folder import RunError, RunFilesError
 from jaxblock.types import Array, Params
 
 __all__ = ["CheckpointDamaged", "CheckpointMismatch", "Checkpoints", "count_parameters", "kept_steps"]
@@ -189,7 +190,8 @@ class Checkpoints:
         unfinished = self._folder / f"{step}{_PARTIAL}"
         # TensorStore has no arrays without entries; the manifest says all there is to say of them.
         filled = {name: value for name, value in values.items() if value.size}
-        with _orbax_settings():
+        check_space(self._folder, [value.nbytes for value in filled.values()])
+        with _orbax_settings(), without_late_reports():
             orbax.save(str(unfinished), filled, checkpointable_name=_ARRAYS)
         if not self._writes:
             return
@@ -265,14 +267,14 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _reported(self, what: str) -> Iterator[None]:
-        """Raise whatever goes wrong with the files as a RunError that says what was done."""
+        """Raise whatever goes wrong with the files as a RunFilesError that says what was done."""
         try:
             yield
         except RunError:
             raise
         except Exception as error:  # OSError, and what Orbax and TensorStore make of one
             reason = f"{type(error).__name__}: {_first_line(error)}"
-            raise RunError(f"{what} in {str(self._folder)!r}: {reason}") from error
+            raise RunFilesError(f"{what} in {str(self._folder)!r}: {reason}") from error
 
 
 def kept_steps(losses: Mapping[int, float | None], keep: CheckpointConfig) -> set[int]:

@@ -326,6 +326,10 @@ class RunError(ValueError):
     """A run's folder cannot be used as it is; nothing was written."""
 
 
+class RunFilesError(RunError):
+    """The system could not read or write a run's files: a full disk, a folder that went away; what was saved stays."""
+
+
 def config_fingerprint(config: TrainConfig, *, written: Mapping[str, Any] | None = None) -> str:
     """Return 16 hex digits that name what decides a run's numbers, wherever it lies: a resume may change the rest.
 
