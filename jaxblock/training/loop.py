@@ -167,6 +167,7 @@ class _Loop:
                     if not self._is_due(done):
                         continue
                     bad = self._flush(started)
+                    self.watch.settled(done)
                     if bad is None:
                         self._report(done, state, key)
                     else:
@@ -176,6 +177,7 @@ class _Loop:
                         break
                     started = time.perf_counter()
                 self._flush(started)
+                self.watch.settled(done)
         self._save(int(state.step), state, key)
         return state
 

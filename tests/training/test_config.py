@@ -101,7 +101,9 @@ CHANGED = TrainConfig(
     ),
     guard=GuardConfig(non_finite="skip", spike="rewind", deviations=5.0, window=64, limit=3),
     checkpoint=CheckpointConfig(keep_latest=1, keep_best=1, keep_every=10),
-    watch=WatchConfig(figure_seconds=0.0, tensorboard=True, wandb="p", profile_start=3, profile_steps=1),
+    watch=WatchConfig(
+        figure_seconds=0.0, tensorboard=True, wandb="p", profile_start=3, profile_steps=1, hang_seconds=3.0
+    ),
     probe=ProbeConfig(every=3, statistics=("branch", "gradient", "update")),
     loss=LossConfig(z_loss=1e-4, label_smoothing=0.1),
     sample=SampleConfig(prompt="line\nbreak 😀", length=5, temperature=0.0, top_k=3, top_p=0.5),

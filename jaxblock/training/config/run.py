@@ -130,6 +130,8 @@ class WatchConfig(Section):
     """First step of a `jax.profiler` trace, written to RUN/profile. Left out: no trace."""
     profile_steps: int = 5
     """Steps the trace covers."""
+    hang_seconds: float = 600.0
+    """A step that has not ended after so many seconds is named on stderr, once; the run goes on. 0 = never."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "WatchConfig":
@@ -139,6 +141,7 @@ class WatchConfig(Section):
         if self.profile_start is not None:
             check_integer("watch.profile_start", self.profile_start, least=1)
         check_integer("watch.profile_steps", self.profile_steps, least=1)
+        check_number("watch.hang_seconds", self.hang_seconds, least=0.0)
         return self
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 from jaxblock.training.config import TrainConfig, WatchConfig
 from jaxblock.training.plots import Curves, draw_run
 from jaxblock.training.run_folder import RunFolder
+from jaxblock.training.watch.hang import HangWatch
 from jaxblock.training.watch.profile import Profile
 from jaxblock.training.watch.services import Service, TensorBoard, WeightsAndBiases
 
@@ -48,6 +49,7 @@ class Watch:
         self._say, self._clock = _to_stderr if say is None else say, clock
         self._curves, self._services = Curves(), dict[str, Service]()
         self._profile = Profile(config.watch, folder.path / "profile")
+        self._hang = HangWatch(config.watch.hang_seconds, self._say, clock)
         self._failures: dict[str, tuple[int, str]] = {}
         self._next_figure = clock() + config.watch.figure_seconds
 
@@ -65,6 +67,7 @@ class Watch:
 
     def __enter__(self) -> Self:
         self._curves.add(self._folder.read_metrics())
+        self._hang.__enter__()
         if self._config.watch.tensorboard:
             with self._shielded("tensorboard"):
                 self._services["tensorboard"] = TensorBoard(self._folder.path)
@@ -76,6 +79,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._hang.__exit__(kind, error, trace)
         with self._shielded("profile"):
             self._profile.close()
         for name, service in self._services.items():
@@ -112,11 +116,16 @@ class Watch:
         """Start the profile where it is time to; `step` is the number this step will have in metrics.jsonl."""
         with self._shielded("profile"):
             self._profile.before_step(step)
+        self._hang.started(step)
 
     def after_step(self, step: int, state: Any) -> None:
         """End the profile where it is time to; `state` is what the step returned, waited for then and only then."""
         with self._shielded("profile"):
             self._profile.after_step(step, state)
+
+    def settled(self, step: int) -> None:
+        """Take that the results of all steps up to this one are there."""
+        self._hang.ended(step)
 
     @contextlib.contextmanager
     def _shielded(self, name: str) -> Iterator[None]:
