@@ -104,7 +104,7 @@ class OneDevice:
 
     words = "one device"
     devices = row_devices = 1
-    rows_axis = None
+    rows_axis: str | None = None
 
     def like(self, state: StateT, params: Params) -> StateT:
         """Return the shapes as they are."""
@@ -216,54 +216,24 @@ class OnMesh:
         return self._shardings
 
 
-class Mapped:
-    """`jax.pmap` over the devices of one process."""
-
-    rows_axis = ROWS_AXIS
+class Mapped(OneDevice):
+    """`jax.pmap` over the devices of one process: a program takes its arguments from wherever they lie."""
 
     def __init__(self, devices: int, *, pieces: int):
         self.devices = self.row_devices = devices
-        self._pieces = pieces
+        self.rows_axis = ROWS_AXIS
         self.words = f"{devices} devices, mapped over rows"
-
-    def like(self, state: StateT, params: Params) -> StateT:
-        """Return the shapes as they are."""
-        return state
-
-    def init(self, function: Callable[[Array], StateT], key: Array, *, options: Any) -> StateT:
-        """Return `function(key)`, jitted on one device; the first step spreads it."""
-        return jax.jit(function, compiler_options=options)(key)
-
-    def put(self, state: StateT) -> StateT:
-        """Return the state as it is: a program takes it from wherever it lies."""
-        return state
-
-    def everywhere(self, x: Array) -> Array:
-        """Return the array as it is."""
-        return x
-
-    def readable(self, tree: StateT) -> StateT:
-        """Return the arrays as they are."""
-        return tree
-
-    def batch(self, batches: Rows, number: int) -> Any:
-        """Return the batch on the host."""
-        return batches[number]
+        self._pieces = pieces
 
     def compile(self, step: Callable[..., Any], state: Any, batch: Any, key: Array) -> Any:
         """Return the mapped step, compiled; it takes a batch with all its rows in one axis, and keeps the state."""
         stacked = stack_rows(batch, self.row_devices, pieces=self._pieces)
-        program = pmap_program(step, self.row_devices)
-        program.lower(state, stacked, key)
+        program = pmap_program(step, self.row_devices).lower(state, stacked, key).compile()
 
         def run(state: Any, batch: Any, key: Array) -> Any:
             return program(state, stack_rows(batch, self.row_devices, pieces=self._pieces), key)
 
         return run
-
-    def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, jitted: the parameters are whole on every device, and each computes all of it."""
-        return jax.jit(function)
 
 
 def _put(x: Array, sharding: NamedSharding) -> Array:

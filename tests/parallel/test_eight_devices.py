@@ -1,35 +1,21 @@
 """Data parallelism on 8 simulated devices gives one device's numbers, whichever device the real targets lie on."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+from tests.simulated_devices import printed_by
+
 HISTORY = "block_attention_residual"
 RESIDUALS = ["pre_norm", pytest.param(HISTORY, marks=pytest.mark.full)]
 
 
 @pytest.fixture(scope="module")
 def report(request) -> dict[str, Any]:
-    """Return what `eight_devices.py` prints: the number of devices is fixed when JAX starts, so it is a process."""
+    """Return what `eight_devices.py` prints."""
     full = any(HISTORY in item.name and item.path == request.path for item in request.session.items)
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.eight_devices", "pre_norm", *([HISTORY] if full else [])],
-        env={**os.environ, "XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout)
+    return printed_by("tests.parallel.eight_devices", "pre_norm", *([HISTORY] if full else []))
 
 
 def test_the_rows_lie_on_eight_devices_of_unequal_weight(report):

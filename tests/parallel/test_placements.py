@@ -1,7 +1,6 @@
 """One device's numbers on meshes of 8 simulated devices, under pmap, and in two processes; checkpoints move between."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -12,9 +11,8 @@ import numpy as np
 import pytest
 
 from tests.residual.entries import NAMES
+from tests.simulated_devices import ROOT, environment, printed_by
 
-ROOT = Path(__file__).parents[2]
-SIMULATED = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count="
 RUN = ["--model.depth", "1", "--model.width", "16", "--model.heads", "2", "--model.kv_heads", "2"]
 RUN += [
     "--model.context",
@@ -30,22 +28,9 @@ RUN += ["--model.branch_dropout", "0.1", "--model.attention_dropout", "0.1", "--
 RUN += ["--run.checkpoint_every", "3", "--optimizer.average", "0.9", "--execution.scan_unroll", "1"]
 
 
-def environment(devices: int) -> dict[str, str]:
-    return {**os.environ, "XLA_FLAGS": f"{SIMULATED}{devices}", "JAX_PLATFORMS": "cpu"}
-
-
 def eight(*names: str) -> dict[str, Any]:
-    """Return what `eight_placements.py` prints: the number of devices is fixed when JAX starts, so it is a process."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.eight_placements", *names],
-        env=environment(8),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout)
+    """Return what `eight_placements.py` prints."""
+    return printed_by("tests.parallel.eight_placements", *names)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,6 @@
 """Every probe says the same of a model however it runs: scan or loop, any remat, vmap, eager, 8 devices."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,10 +8,9 @@ import pytest
 
 from jaxblock import ExecutionConfig
 from tests.probes.every_probe import batch, difference, every_probe, model_config
+from tests.simulated_devices import printed_by
 from tests.small import SCANNED, built
 
-ROOT = Path(__file__).parents[2]
-FLAGS = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 TOLERANCE = 2e-5
 ALL = ("pre_norm", "attention_residual", "post_norm")
 RESIDUALS = [ALL[0], *(pytest.param(x, marks=pytest.mark.full) for x in ALL[1:])]
@@ -92,22 +86,13 @@ def test_eager_gives_what_jit_gives(residual):
 
 @pytest.fixture(scope="module")
 def report(request):
-    """Return what `eight_devices.py` prints: the number of devices is fixed when JAX starts, so it is a process."""
+    """Return what `eight_devices.py` prints."""
     names = [
         item.name for item in request.session.items if item.path == request.path and "eight" in item.name
     ]
     asked = [residual for residual in ALL if any(residual in name for name in names)]
     lenses = "lenses" if len(asked) > 1 else "none"
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.probes.eight_devices", lenses, *asked],
-        env={**os.environ, "XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout)
+    return printed_by("tests.probes.eight_devices", lenses, *asked)
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
