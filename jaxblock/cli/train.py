@@ -6,11 +6,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jaxblock.cli.arguments import Action, Flag, refuse
+from jaxblock.cli.arguments import BAD_INPUT, Action, Flag, refuse
+
+if TYPE_CHECKING:
+    from jaxblock.training.prepare import Prepared
+    from jaxblock.training.run_folder import RunFolder
 
 FAILED = 1
 
@@ -40,14 +44,10 @@ def train(arguments: Sequence[str]) -> Action:
     from jaxblock.cli.config_arguments import parse_with_config, read_config
     from jaxblock.parallel import processes
     from jaxblock.training.host_memory import keep_freed_memory
-    from jaxblock.training.loop import train as run
     from jaxblock.training.prepare import prepare
-    from jaxblock.training.run_folder import FollowedFolder, RunError, RunFilesError, RunFolder, new_path
-    from jaxblock.training.token_files import DataError
+    from jaxblock.training.run_folder import FollowedFolder, RunFolder, new_path
 
     keep_freed_memory()
-    import jax
-
     command, overrides = parse_with_config(
         TrainCommand,
         arguments,
@@ -79,33 +79,48 @@ def train(arguments: Sequence[str]) -> Action:
             folder.create(config)
 
     def act() -> int:
-        try:
-            code, summary = run(prepared, folder)
-        except (
-            RunFilesError,
-            OSError,
-            DataError,
-        ) as error:  # a full disk, a folder or a shard that went away
-            print(f"jaxblock: {error}; continue with: jaxblock train --resume {folder.path}", file=sys.stderr)
-            return FAILED
-        except RunError as error:
-            folder.discard_unstarted()
-            return refuse(error)
-        except jax.errors.JaxRuntimeError as error:
-            if not processes.several():
-                raise
-            processes.leave(
-                f"another process of the run is gone ({error}); continue with --resume {folder.path}"
-            )
-        if not folder.writes:
-            return code
-        if command.json:
-            print(json.dumps({"run": str(folder.path), **summary}))
-        else:
-            print(_report(folder.path, summary, folder.sample.read_text(encoding="utf-8")))
+        with processes.leaving():
+            code = _run(prepared, folder, as_json=command.json)
+        if code in (FAILED, BAD_INPUT) and processes.several():
+            processes.leave(code)
         return code
 
     return act
+
+
+def _run(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> int:
+    """Train, and say what came of it; return the exit code."""
+    import jax
+
+    from jaxblock.parallel import processes
+    from jaxblock.training.loop import train
+    from jaxblock.training.run_folder import RunError, RunFilesError
+    from jaxblock.training.token_files import DataError
+
+    again = f"continue with: jaxblock train --resume {folder.path}"
+    try:
+        code, summary = train(prepared, folder)
+    except (RunFilesError, OSError, DataError) as error:  # a full disk, a folder or a shard that went away
+        print(f"jaxblock: {error}; {again}", file=sys.stderr)
+        return FAILED
+    except RunError as error:
+        folder.discard_unstarted()
+        return refuse(error)
+    except jax.errors.JaxRuntimeError as error:
+        if not processes.several():
+            raise
+        print(
+            f"jaxblock: another process of the run is gone ({' '.join(str(error).split())[:400]}); {again}",
+            file=sys.stderr,
+        )
+        return FAILED
+    if not folder.writes:
+        return code
+    if as_json:
+        print(json.dumps({"run": str(folder.path), **summary}))
+    else:
+        print(_report(folder.path, summary, folder.sample.read_text(encoding="utf-8")))
+    return code
 
 
 def _report(run: Path, summary: Mapping[str, Any], sample: str) -> str:

@@ -7,6 +7,7 @@ writes the run's folder. The one module that touches `jax.distributed` and `mult
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import NamedTuple, NoReturn
 
@@ -74,10 +75,27 @@ def several() -> bool:
     return jax.process_count() > 1
 
 
-def leave(reason: str) -> NoReturn:
-    """Say why in one line and end this process at once, exit code 1: waiting for the others could take for ever."""
-    print(f"jaxblock: {' '.join(reason.split())[:600]}", file=sys.stderr, flush=True)
-    os._exit(1)
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """Within the context, an exception ends this process at once where there are others, exit code 1.
+
+    Python's own way out would wait for the others, and they for this process. Without its signs of life they end
+    after LOST_AFTER seconds.
+    """
+    try:
+        yield
+    except Exception:
+        if jax.process_count() == 1:
+            raise
+        traceback.print_exc()
+        leave(1)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, without waiting for the others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def is_main() -> bool:

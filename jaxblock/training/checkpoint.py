@@ -23,6 +23,7 @@ import numpy as np
 from orbax.checkpoint import v1 as orbax
 
 from jaxblock.contracts import check_integer
+from jaxblock.parallel import processes
 from jaxblock.training.checkpoint_manifest import (
     SCHEMA,
     CheckpointDamaged,
@@ -187,6 +188,7 @@ class Checkpoints:
         if self._writes:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
+        processes.meet("the checkpoints' folder is there")
         unfinished = self._folder / f"{step}{_PARTIAL}"
         # TensorStore has no arrays without entries; the manifest says all there is to say of them.
         filled = {name: value for name, value in values.items() if value.size}
