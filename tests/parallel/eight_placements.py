@@ -1,4 +1,4 @@
-"""Runs of 20 steps on meshes of 8 simulated devices, and mapped; run by test_placements.py. Prints one JSON object.
+"""Runs of 20 steps on meshes of 8 simulated devices, and mapped; run by test_many_devices.py. Prints one JSON object.
 
 By hand, from the repository root, with any names of the registry (none: three of them):
 

@@ -1,4 +1,4 @@
-"""Where a run is put, by its config and the devices there are; on real devices, tests/parallel/test_placements.py."""
+"""Where a run is put, by its config and the devices there are; on real devices, tests/parallel/test_many_devices.py."""
 
 import jax
 import pytest
