@@ -15,6 +15,7 @@ where the exit code and one sentence say so and no file has changed.
 | checkpoints | the newest truncated, a bit of it flipped, a file of it deleted |
 | shards | one of the token shards is gone when the run is to go on |
 | bad_steps | a batch whose loss is NaN: stop, skip, rewind; a learning rate that overflows |
+| peers | one of a run's two processes is killed: the other ends within a minute, and both go on |
 | refusals | a run's folder that cannot be made, a logger that is not installed |
 
 Expected: nothing lost, the exit code 0; 1 where something was. A fault that this machine cannot have (a disk of its own
@@ -39,6 +40,7 @@ from experiments.faults.disks import disk_runs
 from experiments.faults.files import damaged_runs, shard_runs
 from experiments.faults.kills import interrupted_runs, killed_runs
 from experiments.faults.laboratory import CannotTry, Laboratory, Trial
+from experiments.faults.peers import peer_runs
 from experiments.faults.refusals import refused_runs
 
 Fault = Callable[[Laboratory, int], Iterator[Trial]]
@@ -49,6 +51,7 @@ FAULTS: Mapping[str, Fault] = {
     "checkpoints": damaged_runs,
     "shards": shard_runs,
     "bad_steps": bad_step_runs,
+    "peers": peer_runs,
     "refusals": refused_runs,
 }
 """Name -> what does it, given the laboratory and how often; another fault is another line."""
