@@ -54,8 +54,12 @@ def write_slots(cache_LBGSK: Array, new_LBTGK: Array, slots_BT: Array) -> Array:
     cache: [L, B, G, S, K]; new: [L, B, T, G, K]; slots_BT: from `target_slots`. The cache keeps its dtype. Raises
     AssertionError (chex) for shapes that do not fit.
     """
-    layers, batch, groups, _, width = cache_LBGSK.shape
+    layers, batch, groups, slots, width = cache_LBGSK.shape
     chex.assert_shape(new_LBTGK, (layers, *slots_BT.shape, groups, width))
+    if slots_BT.size == 1:
+        # Of a single write XLA makes a read, a select and a write, for which it copies the cache; of two it does not.
+        slots_BT = jnp.concatenate([slots_BT, jnp.full_like(slots_BT, slots)], axis=1)
+        new_LBTGK = jnp.concatenate([new_LBTGK, new_LBTGK], axis=2)
     rows_B1 = jnp.arange(batch, dtype=jnp.int32)[:, None]
     new_BTLGK = new_LBTGK.transpose(1, 2, 0, 3, 4).astype(cache_LBGSK.dtype)
     return cache_LBGSK.at[:, rows_B1, :, slots_BT].set(new_BTLGK, mode="drop")
