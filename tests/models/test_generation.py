@@ -10,6 +10,8 @@ import pytest
 
 from jaxblock import generate, init_cache, prefill, stream
 from jaxblock.functional import SamplingRule, sample
+from jaxblock.models import cache as cache_module
+from jaxblock.models import generation
 from jaxblock.models.cache import LayeredCache
 from jaxblock.models.generation import PIECE, SLOTS, _slots, _unrolled
 from tests.small import built, config, tokens
@@ -325,3 +327,29 @@ def test_what_cannot_be_continued_is_refused_before_anything_runs(function, chan
     model, params = model_of(LEARNED)
     with pytest.raises(ValueError, match=words):
         function(model, params, tokens(2, 3), key(), **{"length": 2, "rule": GREEDY, **changes})
+
+
+def cache_copies(rows: int) -> int:
+    """Return how many copies of a block's cache the compiled loop over tokens makes."""
+    (model, params), rule = built(config(context=16)), SamplingRule(temperature=0.0)
+    keys = jax.random.split(jax.random.key(0), 6)
+    start = functools.partial(generation._start.__wrapped__, model, rule=rule)
+    state, _ = jax.eval_shape(start, params, tokens(rows, 4), jnp.ones((rows, 4), bool), keys[0])
+    loop = jax.jit(functools.partial(generation._advance.__wrapped__, model, rule=rule, limit=None))
+    drawn_BT, part = jnp.zeros((rows, 6), jnp.int32), jnp.asarray([0, 5], jnp.int32)
+    text = loop.lower(params, state, keys, drawn_BT, part).compile().as_text()
+    group, slots, width = state.cache.keys_BGSK[0].shape[1:]
+    return len(re.findall(rf"= f32\[(?:1,)*(?:{rows},)?{group},{slots},{width}\]\S* copy\(", text))
+
+
+def test_a_tokens_keys_are_written_into_the_cache_where_it_lies(monkeypatch):
+    """The cache of one row is copied no more often than that of three: once, when the loop begins."""
+    once = 2 * config().depth
+    assert (cache_copies(1), cache_copies(3)) == (once, once)
+
+    def plain(cache_LBGSK, new_LBTGK, slots_BT):
+        rows_B1 = jnp.arange(cache_LBGSK.shape[1], dtype=jnp.int32)[:, None]
+        return cache_LBGSK.at[:, rows_B1, :, slots_BT].set(new_LBTGK.transpose(1, 2, 0, 3, 4), mode="drop")
+
+    monkeypatch.setattr(cache_module, "write_slots", plain)
+    assert cache_copies(1) > 2 * once  # the control: a single write, as XLA has it by itself
