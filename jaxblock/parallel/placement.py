@@ -24,7 +24,7 @@ from jaxblock.parallel.meshes import (
     row_sharding,
 )
 from jaxblock.parallel.pmap import pmap_program, stack_rows
-from jaxblock.parallel.rules import parameter_shardings, state_shardings, use_mesh
+from jaxblock.parallel.rules import state_shardings, use_mesh
 from jaxblock.types import Array, Params
 
 StateT = TypeVar("StateT")
@@ -155,10 +155,12 @@ class OnMesh:
         self._shardings: Any = None
 
     def like(self, state: StateT, params: Params) -> StateT:
-        """Return the shapes with the rules table's shardings."""
-        shardings = self._place(state, params)
+        """Return the shapes with the rules table's shardings; asked for first, it decides where states lie."""
+        self._shardings = state_shardings(state, params, self.mesh)
         return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, shardings
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            state,
+            self._shardings,
         )
 
     def init(self, function: Callable[[Array], StateT], key: Array, *, options: Any) -> StateT:
@@ -209,11 +211,6 @@ class OnMesh:
                 return jitted(*arguments)
 
         return run
-
-    def _place(self, state: Any, params: Params) -> Any:
-        parameter_shardings(params, self.mesh)
-        self._shardings = state_shardings(state, params, self.mesh)
-        return self._shardings
 
 
 class Mapped(OneDevice):
