@@ -20,7 +20,6 @@ from jaxblock.parallel.meshes import (
     MeshShape,
     make_mesh,
     replicated,
-    row_devices,
     row_sharding,
 )
 from jaxblock.parallel.pmap import pmap_program, stack_rows
@@ -54,11 +53,6 @@ class Placement(Protocol):
     @property
     def devices(self) -> int:
         """How many devices compute."""
-        ...
-
-    @property
-    def row_devices(self) -> int:
-        """Devices over which the rows of a batch are split; a batch, and each piece of it, is a multiple."""
         ...
 
     @property
@@ -103,7 +97,7 @@ class OneDevice:
     """Everything on the default device."""
 
     words = "one device"
-    devices = row_devices = 1
+    devices = 1
     rows_axis: str | None = None
 
     def like(self, state: StateT, params: Params) -> StateT:
@@ -147,7 +141,6 @@ class OnMesh:
     def __init__(self, shape: MeshShape):
         self.mesh: Mesh = make_mesh(shape, jax.devices()[: shape.devices])
         self.devices = shape.devices
-        self.row_devices = row_devices(self.mesh)
         sizes = ", ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True) if size > 1)
         count = jax.process_count()
         processes = f" of {count} processes" if count > 1 else ""
@@ -217,18 +210,18 @@ class Mapped(OneDevice):
     """`jax.pmap` over the devices of one process: a program takes its arguments from wherever they lie."""
 
     def __init__(self, devices: int, *, pieces: int):
-        self.devices = self.row_devices = devices
+        self.devices = devices
         self.rows_axis = ROWS_AXIS
         self.words = f"{devices} devices, mapped over rows"
         self._pieces = pieces
 
     def compile(self, step: Callable[..., Any], state: Any, batch: Any, key: Array) -> Any:
         """Return the mapped step, compiled; it takes a batch with all its rows in one axis, and keeps the state."""
-        stacked = stack_rows(batch, self.row_devices, pieces=self._pieces)
-        program = pmap_program(step, self.row_devices).lower(state, stacked, key).compile()
+        stacked = stack_rows(batch, self.devices, pieces=self._pieces)
+        program = pmap_program(step, self.devices).lower(state, stacked, key).compile()
 
         def run(state: Any, batch: Any, key: Array) -> Any:
-            return program(state, stack_rows(batch, self.row_devices, pieces=self._pieces), key)
+            return program(state, stack_rows(batch, self.devices, pieces=self._pieces), key)
 
         return run
 

@@ -4,7 +4,8 @@
 |---|---|---|
 | batch | | replica, data, fsdp |
 | width | fsdp | whole |
-| vocab, heads, kv_heads, hidden | tensor | as the compiler finds best |
+| vocab | tensor | tensor: of the embedding's table, while tokens are looked up |
+| heads, kv_heads, hidden | tensor | as the compiler finds best |
 
 A parameter without a width (a bias, what a connection mixes with) lies on "fsdp" along its largest axis that "fsdp"
 divides and no other axis of the mesh has, its depth left out; without such an axis it is whole on each device of
@@ -33,6 +34,8 @@ PARAMETER_AXES: Mapping[str, str] = {
     "hidden": TENSOR,
 }
 """Logical axis of a parameter -> axis of the mesh; others are not split by name."""
+ACTIVATION_AXES: Mapping[str, tuple[str, ...]] = {"batch": ROWS, "vocab": (TENSOR,)}
+"""Logical axis of an activation -> axes of the mesh; where an activation is constrained, its other axes are whole."""
 _FIELDS = {
     "width": "model.width",
     "vocab": "model.vocab_size, padded",
@@ -44,10 +47,9 @@ _FIELDS = {
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[None]:
-    """Within the context, what is traced constrains its activations to the mesh: rows are split, all else is whole."""
-    rows = tuple(name for name in ROWS if name in mesh.axis_names)
-    split = {"batch": rows, **{name: TENSOR for name in ("vocab",) if TENSOR in mesh.axis_names}}
-    with jax.set_mesh(mesh), nn.logical_axis_rules(list(split.items())):
+    """Within the context, what is traced constrains its activations to the mesh by ACTIVATION_AXES."""
+    there = {name: tuple(a for a in axes if a in mesh.axis_names) for name, axes in ACTIVATION_AXES.items()}
+    with jax.set_mesh(mesh), nn.logical_axis_rules(list(there.items())):
         yield
 
 

@@ -6,7 +6,9 @@ from jaxblock.contracts import check_integer
 
 
 def process_rows(batch: int, processes: int, index: int) -> range:
-    """Return the rows of the global batch that process `index` of `processes` reads.
+    """Return the rows of the global batch that process `index` of `processes` reads, in a loop of your own.
+
+    (On a mesh, `parallel.placement` reads those that the devices of a process hold.)
 
     They are contiguous and in the order of the processes, so all processes' rows, one after the other, are the global
     batch. A process keeps no place of its own in the data: a run that goes on with another number of processes reads

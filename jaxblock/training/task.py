@@ -20,7 +20,7 @@ class Batches(Protocol):
     def __getitem__(self, step: int, /) -> Any: ...
 
     def rows(self, step: int, rows: Sequence[int], /) -> Any:
-        """Return some rows of `self[step]`, without reading the others: what one process takes (`process_rows`)."""
+        """Return some rows of `self[step]`, without reading the others: what one process takes."""
         ...
 
 
@@ -35,7 +35,7 @@ class Validation(Protocol):
     def __getitem__(self, number: int, /) -> Any: ...
 
     def rows(self, number: int, rows: Sequence[int], /) -> Any:
-        """Return some rows of `self[number]`, without reading the others: what one process takes (`process_rows`)."""
+        """Return some rows of `self[number]`, without reading the others: what one process takes."""
         ...
 
 

@@ -43,6 +43,7 @@ def assert_one_devices_numbers(found: dict[str, Any]) -> None:
     assert len(one) == 20
     for name, placed in found.items():
         np.testing.assert_allclose(placed["losses"], one, rtol=0, atol=1e-5, err_msg=name)
+        # Adam makes full steps of gradients that are near round-off: parameters may differ more than losses do.
         assert placed["parameters"] < 1e-3, name
     assert found
 
@@ -85,8 +86,8 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def train(folder: Path, *flags: str, devices: int = 1, processes: int = 1, resume: bool = False) -> list[int]:
-    """Run the command, in one process or in several that find each other on this machine; return the exit codes."""
+def train(folder: Path, *flags: str, devices: int = 1, processes: int = 1, resume: bool = False) -> None:
+    """Run the command, in one process or in several that find each other on this machine; all must end well."""
     where = ["--resume", str(folder)] if resume else ["--run.dir", str(folder), *RUN]
     port, started = free_port(), []
     for index in range(processes):
@@ -105,7 +106,6 @@ def train(folder: Path, *flags: str, devices: int = 1, processes: int = 1, resum
     words = [process.communicate(timeout=280)[0] for process in started]
     codes = [process.returncode for process in started]
     assert codes == [0] * processes, "\n".join(words)[-4000:]
-    return codes
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -116,8 +116,8 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows(folder) if "loss" in row]
 
 
-def test_two_processes_train_as_one_and_either_goes_on_with_the_others_checkpoint(tmp_path):
-    """2 processes x 2 devices against 1 x 1, then on from step 6 the other way round: fewer, and more, devices."""
+def test_two_processes_train_as_one_and_write_each_file_once(tmp_path):
+    """2 processes x 2 devices against 1 x 1."""
     one, two = tmp_path / "one", tmp_path / "two"
     train(one, "--run.steps", "6")
     train(two, "--run.steps", "6", "--parallel.fsdp", "2", devices=2, processes=2)
@@ -134,14 +134,14 @@ def test_a_run_goes_on_with_other_processes_and_another_execution(tmp_path):
     """10 steps unbroken, against 2 processes x 4 devices stopped after 6, then one device with another remat."""
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     train(whole, "--run.steps", "10")
-    train(moved, "--run.steps", "10", "--parallel.fsdp", "4", devices=4, processes=2)
-    for name in ("7", "8", "9", "10"):  # as if a kill had come after step 6
-        for path in (moved / "checkpoints").glob(name):
-            path.rename(moved / f"later-{name}")
-    for name in ("summary.json",):
-        (moved / name).unlink()
+    kept = ["--checkpoint.keep_latest", "9"]
+    train(moved, "--run.steps", "10", "--parallel.fsdp", "4", *kept, devices=4, processes=2)
+    for name in ("9", "10"):  # as if a kill had come after step 6
+        (moved / "checkpoints" / name).rename(moved / f"later-{name}")
+    (moved / "summary.json").unlink()
     changed = ["--parallel.fsdp", "1", "--execution.remat", "full", "--execution.loss", "blocked"]
     train(moved, *changed, resume=True)
+    assert json.loads((moved / "summary.json").read_text())["continued_after"] == 6
     np.testing.assert_allclose(losses(moved), losses(whole), rtol=0, atol=1e-5)
     assert [row["step"] for row in rows(moved) if "loss" in row] == list(range(1, 11))
 
