@@ -31,7 +31,7 @@ ORDER = (
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
 LONGEST = 400
-ORBAX_USER = "training/checkpoint.py"
+ORBAX_USER = "training/orbax_arrays.py"
 
 
 def python_files(package: Path) -> list[Path]:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 import jax
@@ -115,6 +115,15 @@ def of_main(value: int) -> int:
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def sums(values: Sequence[int]) -> list[int]:
+    """Return the sums mod 2^64 of the processes' values; every process must ask, with as many."""
+    if jax.process_count() == 1 or not values:
+        return list(values)
+    halves = np.asarray([[value >> 32, value & 0xFFFFFFFF] for value in values], np.uint32)
+    gathered = multihost_utils.process_allgather(halves).astype(object)
+    return [int(high * 2**32 + low) % 2**64 for high, low in gathered.sum(0)]
 
 
 @contextlib.contextmanager

@@ -1,18 +1,20 @@
-"""Checkpoints of a run; the one module that touches Orbax.
+"""Checkpoints of a run.
 
 A checkpoint is a folder named by its step: what Orbax writes (one flat tree of named arrays) and `manifest.json`.
 It is written under another name, brought to the disk, and renamed: a kill at any moment leaves it whole or not
 there. Orbax writes and reads arrays; what is saved, wanted, damaged or kept is settled here: its own manager casts
 to another dtype without a word, fails alike at another model and at damage, and skips steps below the newest.
+
+Of several processes each writes, and reads, the parts that its devices hold; the main one adds the manifest and gives
+the name.
 """
 
 import contextlib
 import itertools
-import logging
-import os
+import math
 import shutil
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,52 +22,60 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1 as orbax
 
 from jaxblock.contracts import check_integer
 from jaxblock.parallel import processes
+from jaxblock.training import orbax_arrays
 from jaxblock.training.checkpoint_manifest import (
     SCHEMA,
     CheckpointDamaged,
     CheckpointMismatch,
     Manifest,
     SavedLeaf,
-    array_digest,
     check_facts,
     damaged_files,
     differences,
-    host_array,
     named_leaves,
     read_manifest,
     saved_leaf,
     write_manifest,
     written_files,
 )
+from jaxblock.training.checkpoint_pieces import (
+    digest,
+    gathered_digests,
+    loaded_digests,
+    own_pieces,
+    raw,
+    spread,
+    tell_digests,
+)
 from jaxblock.training.config import CheckpointConfig
-from jaxblock.training.full_disk import check_space, without_late_reports
+from jaxblock.training.files import bring_to_disk, sync
+from jaxblock.training.full_disk import check_space
 from jaxblock.training.run_folder import RunError, RunFilesError
-from jaxblock.types import Array, Params
+from jaxblock.types import Array
 
-__all__ = ["CheckpointDamaged", "CheckpointMismatch", "Checkpoints", "count_parameters", "kept_steps"]
+__all__ = ["CheckpointDamaged", "CheckpointMismatch", "Checkpoints", "kept_steps"]
 
 _KEEP = CheckpointConfig()
-_ARRAYS = "arrays"
 _PARTIAL = ".partial"
 
 
 class Checkpoints:
     """The checkpoints of one run, by step. Nothing is written before the first save.
 
-    Every save waits until its checkpoint is on disk, so leaving a `with` block has nothing to wait for, and no
-    failure is left behind in a thread. Several processes save
-    and load together, each with all arrays on its host; one of them writes.
+    `save` returns when its checkpoint is on disk; `start` when the arrays are copied, and a thread does the rest. Every
+    other method, and leaving a `with` block, waits for that thread first and raises what went wrong in it. Of
+    several processes all call the same methods in the same order.
     """
 
     def __init__(self, folder: Path, keep: CheckpointConfig = _KEEP, *, writes: bool = True):
-        """`writes` is whether this process is the one of its run that writes."""
+        """`writes` is whether this process is the one of its run that names and deletes checkpoints."""
         self._folder = folder.absolute()
         self._writes = writes
         self._keep = keep
+        self._saving: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -73,10 +83,17 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        pass
+        if error is None:
+            self.wait()
+        elif self._saving is not None:  # brought to its end, whatever else went wrong
+            self._saving.exception()
 
     def steps(self) -> list[int]:
         """Return the saved steps in order, damaged ones among them."""
+        self.wait()
+        return self._steps()
+
+    def _steps(self) -> list[int]:
         if not self._folder.exists():
             return []
         with self._reported("checkpoints cannot be listed"):
@@ -88,11 +105,18 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def save(self, step: int, parts: Mapping[str, Any], *, facts: Mapping[str, Any]) -> bool:
-        """Save named pytrees and wait until they are on disk; then drop what `keep` does not name.
+        """Save as `start` does, and wait until it is on disk."""
+        started = self.start(step, parts, facts=facts)
+        self.wait()
+        return started
+
+    def start(self, step: int, parts: Mapping[str, Any], *, facts: Mapping[str, Any]) -> bool:
+        """Copy named pytrees and save the copies in the background; then drop what `keep` does not name.
 
         Args:
           step: optimizer steps made.
-          parts: pytrees of arrays; None and empty containers hold nothing. Typed random keys are arrays.
+          parts: pytrees of arrays; None and empty containers hold nothing. Typed random keys are arrays. They may be
+            donated, or deleted, as soon as this returns.
           facts: JSON values about them; `val_loss`, a number or None, is what the best ones are kept by.
 
         Returns:
@@ -101,7 +125,8 @@ class Checkpoints:
         Raises:
           ValueError: `parts` or `facts` hold something else.
           CheckpointMismatch: this step is there already, of another model.
-          RunError: it cannot be written, or a newer step exists, behind which this one would be lost.
+          RunError: it cannot be written, or a newer step exists, behind which this one would be lost; or the save
+            before this one failed.
         """
         check_integer("step", step, least=0)
         check_facts(facts)
@@ -122,11 +147,27 @@ class Checkpoints:
                 "would continue from there; use another folder, or move the newer checkpoints away"
             )
         with self._reported(f"step {step} cannot be saved"):
-            self._write(step, sorted(parts), leaves, dict(facts))
-        with self._reported(f"step {step} is saved, but older ones cannot be dropped"):
-            if self._writes:
-                self._drop()
+            finish = self._begin(step, sorted(parts), leaves, dict(facts))
+        pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving = pool.submit(self._finish, step, finish)
+        pool.shutdown(wait=False)
         return True
+
+    def wait(self) -> None:
+        """Wait until what `start` began is on disk.
+
+        Raises:
+          RunError: it could not be written.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+            processes.meet("the checkpoint has its name")
+
+    def raise_failure(self) -> None:
+        """Raise what has gone wrong with a save in the background by now, without waiting for it."""
+        if self._saving is not None and self._saving.done() and self._saving.exception() is not None:
+            self._saving.result()
 
     def load(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         """Return the parts that `like` names as they were saved, bit by bit, on any number of devices.
@@ -141,6 +182,7 @@ class Checkpoints:
           CheckpointDamaged: it is not what was written.
           RunError: there is no such step, or it cannot be read.
         """
+        self.wait()
         leaves, values = self._read(step, like)
         wanted = named_leaves(like)
         loaded = {name: _on_device(leaf, values[name], wanted[name]) for name, leaf in leaves.items()}
@@ -154,6 +196,7 @@ class Checkpoints:
           CheckpointDamaged: they are not what was written.
           RunError: there is no such step, or it cannot be read.
         """
+        self.wait()
         return {"schema": SCHEMA, **self._manifest(step).facts}
 
     def newest_whole(
@@ -181,68 +224,115 @@ class Checkpoints:
                 notes.append(f"{error}; it {moved}")
         return None, None, notes
 
-    def _write(self, step: int, parts: list[str], leaves: Mapping[str, Any], facts: dict[str, Any]) -> None:
-        """Write a checkpoint beside its place, then rename it."""
-        values = {name: host_array(leaf) for name, leaf in leaves.items()}
-        saved = {name: saved_leaf(leaf, values[name]) for name, leaf in leaves.items()}
+    def _begin(
+        self, step: int, parts: list[str], leaves: Mapping[str, Any], facts: dict[str, Any]
+    ) -> Callable[[], None]:
+        """Copy the arrays and begin to write them beside their place; return what is left to do, in a thread."""
+        unfinished = self._folder / f"{step}{_PARTIAL}"
+        told = unfinished.with_name(f"{unfinished.name}.digests")
         if self._writes:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
-        processes.meet("the checkpoints' folder is there")
-        unfinished = self._folder / f"{step}{_PARTIAL}"
+            check_space(self._folder, [raw(leaf).nbytes for leaf in leaves.values() if leaf.size])
+            told.mkdir()
+        processes.meet("the checkpoints' folder is there, with room")
+        pieces = {name: own_pieces(leaf) for name, leaf in leaves.items()}
         # TensorStore has no arrays without entries; the manifest says all there is to say of them.
-        filled = {name: value for name, value in values.items() if value.size}
-        check_space(self._folder, [value.nbytes for value in filled.values()])
-        with _orbax_settings(), without_late_reports():
-            orbax.save(str(unfinished), filled, checkpointable_name=_ARRAYS)
-        if not self._writes:
-            return
-        write_manifest(unfinished, Manifest(step, facts, parts, saved, written_files(unfinished)))
-        _bring_to_disk(unfinished)
-        unfinished.rename(self._folder / str(step))
-        _sync(self._folder)
+        filled = {
+            name: raw(leaf) if spread(leaf) else pieces[name][0].value
+            for name, leaf in leaves.items()
+            if leaf.size
+        }
+        described = {name: saved_leaf(leaf, 0) for name, leaf in leaves.items()}
+        wait = orbax_arrays.start_saving(unfinished, filled)
 
-    def _read(self, step: int, like: Mapping[str, Any]) -> tuple[dict[str, SavedLeaf], dict[str, np.ndarray]]:
+        def finish() -> None:
+            wait()
+            tell_digests(told, {name: digest(own, described[name].shape) for name, own in pieces.items()})
+            if not self._writes:
+                return
+            digests = gathered_digests(told)
+            saved = {name: leaf._replace(digest=digests[name]) for name, leaf in described.items()}
+            write_manifest(unfinished, Manifest(step, facts, parts, saved, written_files(unfinished)))
+            bring_to_disk(unfinished)
+            unfinished.rename(self._folder / str(step))
+            sync(self._folder)
+            shutil.rmtree(told)
+
+        return finish
+
+    def _finish(self, step: int, finish: Callable[[], None]) -> None:
+        """Bring a save to its end, in its thread."""
+        with self._reported(f"step {step} cannot be saved"):
+            finish()
+        if self._writes:
+            with self._reported(f"step {step} is saved, but older ones cannot be dropped"):
+                self._drop()
+
+    def _read(self, step: int, like: Mapping[str, Any]) -> tuple[dict[str, SavedLeaf], dict[str, Any]]:
         """Return the leaves of the named parts with their values, compared with `like` and their checksums."""
         manifest = self._manifest(step)
         found = differences(manifest, like)
         if found is not None:
             raise CheckpointMismatch(f"{self._named(step)} is not of the model or optimizer wanted: {found}")
-        leaves = {name: manifest.leaves[name] for name in named_leaves(like)}
+        wanted = named_leaves(like)
+        leaves = {name: manifest.leaves[name] for name in wanted}
         # Before Orbax sees it: it may read zeros for what is missing, and fails in threads that go on complaining.
         with self._reported(f"checkpoint {step} cannot be read"):
-            faults = damaged_files(self._folder / str(step), manifest)
-        if faults:
-            raise CheckpointDamaged(f"{self._named(step)} is damaged: {faults[0]}")
-        values = self._read_arrays(step, leaves)
+            fault = self._first_fault(step, manifest, shared=any(map(spread, wanted.values())))
+        if fault is not None:
+            raise CheckpointDamaged(f"{self._named(step)} is damaged: {fault}")
+        values = self._read_arrays(step, leaves, wanted)
+        digests = loaded_digests(values)
         for name, leaf in leaves.items():
-            if array_digest(values[name]) != leaf.crc32:
+            if digests[name] != leaf.digest:
                 raise RunError(f"{self._named(step)} is whole, but {name} was not read as it was saved")
         return leaves, values
 
-    def _read_arrays(self, step: int, leaves: Mapping[str, SavedLeaf]) -> dict[str, np.ndarray]:
-        """Return the values of some leaves as Orbax reads them."""
-        # Views of one entry: they tell Orbax shapes and dtypes, and take no memory.
-        like = {
-            name: np.broadcast_to(np.zeros((), np.uint32 if leaf.generator else leaf.dtype), leaf.shape)
-            for name, leaf in leaves.items()
-        }
-        filled = {name: value for name, value in like.items() if value.size}
-        with self._reported(f"checkpoint {step} is whole, but cannot be read"), _orbax_settings():
-            path = str(self._folder / str(step))
-            read = orbax.load(path, filled, checkpointable_name=_ARRAYS) if filled else {}
-            return {**like, **{name: read[name] for name in filled}}
+    def _first_fault(self, step: int, manifest: Manifest, *, shared: bool) -> str | None:
+        """Return what is wrong with the first file that is not as it was written, if any.
+
+        `shared` is whether all processes ask: each then looks at some of the files.
+        """
+        folder, files = self._folder / str(step), list(manifest.files.items())
+        own = range(jax.process_index(), len(files), jax.process_count()) if shared else range(len(files))
+        bad = next((at for at in own if damaged_files(folder, dict([files[at]]))), -1)
+        bad = processes.largest(bad) if shared else bad
+        if bad < 0:
+            return None
+        here = damaged_files(folder, dict([files[bad]]))
+        return here[0] if here else f"{files[bad][0]} is not as it was written, as another process reads it"
+
+    def _read_arrays(
+        self, step: int, leaves: Mapping[str, SavedLeaf], wanted: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the values of some leaves as Orbax reads them: of an array on several processes, this one's part."""
+
+        def like(name: str) -> Any:
+            leaf, sharding = leaves[name], getattr(wanted[name], "sharding", None)
+            dtype = np.dtype(np.uint32 if leaf.generator else leaf.dtype)
+            if spread(wanted[name]) and math.prod(leaf.shape):
+                return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+            # A view of one entry: it tells Orbax shape and dtype, and takes no memory.
+            return np.broadcast_to(np.zeros((), dtype), leaf.shape)
+
+        likes = {name: like(name) for name in leaves}
+        filled = {name: value for name, value in likes.items() if value.size}
+        with self._reported(f"checkpoint {step} is whole, but cannot be read"):
+            read = orbax_arrays.load(self._folder / str(step), filled) if filled else {}
+            return {**likes, **{name: read[name] for name in filled}}
 
     def _manifest(self, step: int) -> Manifest:
-        if step not in self.steps():
-            known = ", ".join(str(other) for other in self.steps()) or "none"
+        steps = self._steps()
+        if step not in steps:
+            known = ", ".join(map(str, steps)) or "none"
             raise RunError(f"there is no checkpoint {step} in {str(self._folder)!r}; saved are: {known}")
         return read_manifest(self._folder / str(step))
 
     def _drop(self) -> None:
         """Delete what `keep` does not name; a kill in the middle leaves nothing that looks like a checkpoint."""
         losses: dict[int, float | None] = {}
-        for step in self.steps():
+        for step in self._steps():
             with contextlib.suppress(RunError):  # what cannot be read is not ours to delete
                 losses[step] = self._manifest(step).facts.get("val_loss")
         for step in losses.keys() - kept_steps(losses, self._keep):
@@ -293,52 +383,16 @@ def kept_steps(losses: Mapping[int, float | None], keep: CheckpointConfig) -> se
     return {*newest[: keep.keep_latest], *(-step for _, step in best[: keep.keep_best]), *multiples}
 
 
-def count_parameters(params: Params) -> int:
-    """Return the number of parameters in a tree."""
-    return sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
-
-
-@contextlib.contextmanager
-def _orbax_settings() -> Iterator[None]:
-    """Orbax as we use it, without its log: of a failure it holds pages, and the error raised says the same."""
-    options = orbax.Context()
-    options.array.saving.use_compression = (
-        False  # it saves 7 % of the bytes of floats and takes half as long again
-    )
-    options.pytree.loading.partial_load = True  # the leaves of the parts asked for; we have compared them
-    log = logging.getLogger("absl")
-    before, log.disabled = log.disabled, True
-    try:
-        with options:
-            yield
-    finally:
-        log.disabled = before
-
-
-def _on_device(leaf: SavedLeaf, value: np.ndarray, wanted: Any) -> Array:
+def _on_device(leaf: SavedLeaf, value: Any, wanted: Any) -> Array:
     """Return a new array of JAX's own: a step that is given it can reuse its memory."""
     if leaf.generator is not None:
-        return jax.random.wrap_key_data(jnp.array(value), impl=leaf.generator)
+        return jax.random.wrap_key_data(jnp.asarray(value), impl=leaf.generator)
+    if isinstance(value, jax.Array):
+        return value
     if isinstance(wanted, jax.ShapeDtypeStruct) and wanted.sharding is not None:
         # Each device is given its part, and no device all of it.
         return jax.make_array_from_callback(value.shape, wanted.sharding, lambda index: value[index])
     return jnp.array(value)
-
-
-def _bring_to_disk(folder: Path) -> None:
-    """Wait until a folder, and all that is in it, is on the disk and not only in its cache."""
-    with ThreadPoolExecutor(8) as pool:  # the disk takes many at once in the time of a few
-        list(pool.map(_sync, [*folder.rglob("*"), folder]))
-
-
-def _sync(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":  # Windows gives no handle to a folder
-        return
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _first_line(error: Exception) -> str:

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jaxblock.contracts import check_number
+from jaxblock.training.checkpoint_pieces import is_key
 from jaxblock.training.run_folder import RunError
 from jaxblock.training.safe_files import is_inside
 
-SCHEMA = 1
+SCHEMA = 2
 """The form of a checkpoint; another number, another form."""
 MANIFEST = "manifest.json"
 _SHOWN = 5
@@ -41,8 +40,8 @@ class SavedLeaf(NamedTuple):
     dtype: str
     generator: str | None
     """A typed random key's, such as threefry2x32."""
-    crc32: int
-    """Of its bytes in row-major order."""
+    digest: int
+    """See `jaxblock.training.checkpoint_pieces.digest`."""
 
 
 class WrittenFile(NamedTuple):
@@ -81,7 +80,7 @@ def named_leaves(parts: Mapping[str, Any]) -> dict[str, Any]:
             )
             if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
                 raise ValueError(f"{name} is a {type(leaf).__name__}; the leaves of a checkpoint are arrays")
-            if not _is_key(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            if not is_key(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
                 raise ValueError(f"{name} is {leaf.dtype}, which JAX would cut to 32 bits; convert it")
             if name in named:
                 raise ValueError(f"two leaves of a checkpoint have the path {name}; rename one")
@@ -89,20 +88,15 @@ def named_leaves(parts: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
-def host_array(leaf: Any) -> np.ndarray:
-    """Return a leaf's values on the host, a typed random key's data."""
-    return np.asarray(jax.device_get(jax.random.key_data(leaf) if _is_key(leaf) else leaf))
+def saved_leaf(leaf: Any, digest: int) -> SavedLeaf:
+    """Return what is written down of a leaf."""
+    generator = str(jax.random.key_impl(leaf)) if is_key(leaf) else None
+    return SavedLeaf(list(raw_shape(leaf)), str(leaf.dtype), generator, digest)
 
 
-def saved_leaf(leaf: Any, value: np.ndarray) -> SavedLeaf:
-    """Return what is written down of a leaf whose `host_array` is `value`."""
-    generator = str(jax.random.key_impl(leaf)) if _is_key(leaf) else None
-    return SavedLeaf(list(value.shape), str(leaf.dtype), generator, array_digest(value))
-
-
-def array_digest(value: np.ndarray) -> int:
-    """Return the CRC-32 of an array's bytes in row-major order."""
-    return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+def raw_shape(leaf: Any) -> tuple[int, ...]:
+    """Return the shape of an array as it is written."""
+    return jax.eval_shape(jax.random.key_data, leaf).shape if is_key(leaf) else leaf.shape
 
 
 def written_files(folder: Path) -> dict[str, WrittenFile]:
@@ -111,10 +105,10 @@ def written_files(folder: Path) -> dict[str, WrittenFile]:
     return {path.relative_to(folder).as_posix(): _written_file(path) for path in files}
 
 
-def damaged_files(folder: Path, manifest: Manifest) -> list[str]:
+def damaged_files(folder: Path, files: Mapping[str, WrittenFile]) -> list[str]:
     """Return one phrase for every file that is missing or not as it was written."""
     faults = []
-    for name, written in manifest.files.items():
+    for name, written in files.items():
         path = folder / name
         if not is_inside(folder, name):
             faults.append(f"{name!r} leads out of its folder")
@@ -205,7 +199,7 @@ def _leaf_differences(manifest: Manifest, like: Mapping[str, Any]) -> Iterator[s
         if name not in manifest.leaves:
             continue
         saved = manifest.leaves[name]
-        shape = list(jax.eval_shape(jax.random.key_data, leaf).shape if _is_key(leaf) else leaf.shape)
+        shape = list(raw_shape(leaf))
         if saved.dtype != str(leaf.dtype):
             yield f"{name} {saved.shape} {saved.dtype} saved, {shape} {leaf.dtype} wanted"
         elif saved.shape != shape:
@@ -228,10 +222,6 @@ def _written_file(path: Path) -> WrittenFile:
         while chunk := file.read(_CHUNK):
             size, digest = size + len(chunk), zlib.crc32(chunk, digest)
     return WrittenFile(size, digest)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _content_digest(content: Any) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,6 +24,23 @@ def replace_bytes(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def bring_to_disk(folder: Path) -> None:
+    """Wait until a folder, and all that is in it, is on the disk and not only in its cache."""
+    with ThreadPoolExecutor(8) as pool:  # the disk takes many at once in the time of a few
+        list(pool.map(sync, [*folder.rglob("*"), folder]))
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    if path.is_dir() and os.name == "nt":  # Windows gives no handle to a folder
+        return
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _open_new(path: Path) -> BinaryIO:

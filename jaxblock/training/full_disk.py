@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 _BYTES_PER_ARRAY = 4096
 """Room for what is written about each array, and for the last block of its file."""
 _SECONDS_OF_LATE_REPORTS = 1.0
+_LATE = "Event loop is closed"
 
 
 def check_space(folder: Path, sizes: list[int]) -> None:
@@ -32,14 +34,18 @@ def without_late_reports() -> Iterator[None]:
     each with a traceback on stderr, and asyncio logs what nobody asked them for. They are given a second to end before
     the failure is raised.
     """
-    before, log = sys.excepthook, logging.getLogger("asyncio")
+    hook, unraisable_hook, log = sys.excepthook, sys.unraisablehook, logging.getLogger("asyncio")
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if str(error) != "Event loop is closed":
-            before(kind, error, trace)
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if str(error) != _LATE:
+            hook(kind, error, trace)
+
+    def unraisablehook(report: Any) -> None:
+        if str(report.exc_value) != _LATE:
+            unraisable_hook(report)
 
     disabled, log.disabled = log.disabled, True
-    sys.excepthook = hook
+    sys.excepthook, sys.unraisablehook = excepthook, unraisablehook
     try:
         yield
     except Exception:
@@ -47,4 +53,4 @@ def without_late_reports() -> Iterator[None]:
         gc.collect()  # a future says that nobody asked for its failure when it is forgotten
         raise
     finally:
-        sys.excepthook, log.disabled = before, disabled
+        sys.excepthook, sys.unraisablehook, log.disabled = hook, unraisable_hook, disabled

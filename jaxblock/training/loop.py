@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxblock.parallel import Placement, processes
 from jaxblock.training.bad_steps import BadStep, answer_of, bad_step_row, exceeded, locate
-from jaxblock.training.checkpoint import Checkpoints, count_parameters
+from jaxblock.training.checkpoint import Checkpoints
 from jaxblock.training.guard import GOOD, NAMES, pass_over
 from jaxblock.training.interrupts import Interrupts
 from jaxblock.training.optimizer.roles import optimizer_table
@@ -62,7 +62,7 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
         Interrupts() as interrupts,
     ):
         begun = begin(prepared, checkpoints, writes=folder.writes)
-        done, parameters = int(begun.state.step), count_parameters(begun.state.params)
+        done, parameters = int(begun.state.step), sum(map(jnp.size, jax.tree.leaves(begun.state.params)))
         folder.start_metrics(config, task.facts, after=done, skipped=int(begun.state.skipped))
         probing = prepared.probing
         folder.start_probes(None if probing is None else start_row(probing, config), after=done)
@@ -143,6 +143,7 @@ class _Loop:
         """What measures a bad step; made when there is one."""
         self.seconds = Seconds()
         self.evaluated: tuple[int, float | None] = (-1, None)
+        self.saved = -1
         self.stopped_by: str | None = None
         self.bad_step: int | None = None
 
@@ -179,6 +180,8 @@ class _Loop:
                 self._flush(started)
                 self.watch.settled(done)
         self._save(int(state.step), state, key)
+        with self.seconds.spent_on("save"):
+            self.checkpoints.wait()
         return state
 
     def _is_stopped(self, done: int, interrupts: Interrupts) -> bool:
@@ -199,6 +202,7 @@ class _Loop:
     def _report(self, done: int, state: TrainState, key: Array) -> None:
         """Evaluate, save and draw where it is time to."""
         run = self.prepared.config.run
+        self.checkpoints.raise_failure()
         last = done == run.steps
         if last or done % run.evaluate_every == 0:
             with self.seconds.spent_on("evaluate"):
@@ -324,13 +328,14 @@ class _Loop:
         self.progress.say(f"step {done}: validation {words}")
 
     def _save(self, done: int, state: TrainState, key: Array) -> None:
-        """Save the state, unless this step is saved."""
+        """Begin to save the state, unless this step is saved."""
+        if done == self.saved:
+            return
         with self.seconds.spent_on("save"):
             step, val_loss = self.evaluated
             facts = saved_facts(self.prepared, val_loss if step == done else None)
-            parts = self.placement.readable(parts_of(state, key))
-            self.checkpoints.save(done, parts, facts=facts)
-            processes.meet("the checkpoint has its name")
+            self.checkpoints.start(done, parts_of(state, key), facts=facts)
+            self.saved = done
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         """Write rows to metrics.jsonl and to whatever watches."""

@@ -30,6 +30,7 @@ def begin(prepared: Prepared, checkpoints: Checkpoints, *, writes: bool) -> Begu
     config, keys = prepared.config, run_keys(prepared.config.run.seed)
     init = functools.partial(init_state, prepared.task, config)
     like, placement = prepared.like, prepared.placement
+    checkpoints.wait()
     processes.meet("all look at the checkpoints")
     step, parts, notes = checkpoints.newest_whole(parts_of(like, keys.dropout), set_aside=writes)
     seen = -1 if step is None else step
@@ -41,11 +42,11 @@ def begin(prepared: Prepared, checkpoints: Checkpoints, *, writes: bool) -> Begu
     if prepared.weights is not None:
         state = placement.put(first_state(prepared.task.model, config, prepared.weights.params))
         # From here on the run is whole without the one it came from, which may change or go.
-        parts = placement.readable(parts_of(state, keys.dropout))
-        checkpoints.save(0, parts, facts=saved_facts(prepared, None))
+        key = placement.everywhere(keys.dropout)
+        checkpoints.save(0, parts_of(state, key), facts=saved_facts(prepared, None))
         return Begun(
             state,
-            placement.everywhere(keys.dropout),
+            key,
             [*notes, f"starts from step {prepared.weights.step} of {config.init.from_run}"],
         )
     if config.init.from_run is not None:

@@ -1,6 +1,7 @@
 """One device's numbers on meshes of 8 simulated devices, under pmap, and in two processes; checkpoints move between."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -127,6 +128,9 @@ def test_two_processes_train_as_one_and_write_each_file_once(tmp_path):
     np.testing.assert_allclose(*val, rtol=0, atol=1e-5)
     assert sorted(path.name for path in (two / "checkpoints").iterdir()) == ["3", "6"]
     assert all((two / name).exists() for name in ("sample.txt", "summary.json"))
+    for process in range(2):  # each has written a part of the arrays
+        written = (two / "checkpoints" / "6" / "arrays" / f"ocdbt.process_{process}" / "d").iterdir()
+        assert sum(path.stat().st_size for path in written) > 1000
 
 
 @pytest.mark.full
@@ -141,6 +145,25 @@ def test_a_run_goes_on_with_other_processes_and_another_execution(tmp_path):
     (moved / "summary.json").unlink()
     changed = ["--parallel.fsdp", "1", "--execution.remat", "full", "--execution.loss", "blocked"]
     train(moved, *changed, resume=True)
+    assert json.loads((moved / "summary.json").read_text())["continued_after"] == 6
+    np.testing.assert_allclose(losses(moved), losses(whole), rtol=0, atol=1e-5)
+    assert [row["step"] for row in rows(moved) if "loss" in row] == list(range(1, 11))
+
+
+@pytest.mark.full
+def test_processes_go_on_from_one_devices_checkpoint_and_pass_over_a_damaged_one(tmp_path):
+    """10 steps on one device; then from step 6 on 2 processes x 2 devices, a bit of step 9's arrays flipped."""
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    train(whole, "--run.steps", "10", "--checkpoint.keep_latest", "9")
+    shutil.copytree(whole, moved)
+    shutil.rmtree(moved / "checkpoints" / "10")
+    (moved / "summary.json").unlink()
+    data = max((moved / "checkpoints" / "9").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 4
+    data.write_bytes(content)
+    train(moved, "--parallel.fsdp", "4", devices=2, processes=2, resume=True)
+    assert (moved / "damaged" / "9").is_dir()
     assert json.loads((moved / "summary.json").read_text())["continued_after"] == 6
     np.testing.assert_allclose(losses(moved), losses(whole), rtol=0, atol=1e-5)
     assert [row["step"] for row in rows(moved) if "loss" in row] == list(range(1, 11))

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxblock.training import checkpoint as module
-from jaxblock.training import checkpoint_manifest
+from jaxblock.training import checkpoint_manifest, orbax_arrays
 from jaxblock.training.checkpoint import CheckpointDamaged, CheckpointMismatch, Checkpoints, kept_steps
 from jaxblock.training.config import CheckpointConfig
 from jaxblock.training.run_folder import RunError
@@ -110,13 +110,13 @@ def test_every_dtype_and_container_comes_back_bit_by_bit(tmp_path):
 
 def test_only_the_named_parts_are_read(tmp_path, monkeypatch):
     checkpoints, read = saved(tmp_path / "checkpoints", 1), []
-    load = module.orbax.load
+    load = orbax_arrays.orbax.load
 
     def spy(path: str, like: dict[str, Any], *, checkpointable_name: str) -> Any:
         read.extend(like)
         return load(path, like, checkpointable_name=checkpointable_name)
 
-    monkeypatch.setattr(module.orbax, "load", spy)
+    monkeypatch.setattr(orbax_arrays.orbax, "load", spy)
     params = {"params": parts(1)["params"]}
     assert_same(checkpoints.load(1, abstract(params)), params)
     assert sorted(read) == ["params/blocks/attention/query/kernel", "params/embedding"]
@@ -126,7 +126,7 @@ def test_facts_come_back_with_the_form(tmp_path):
     facts = {"config": {"model": {"depth": 3, "x": 0.1}}, "val_loss": 1.25, "names": ["a", None, True]}
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(2, parts(2), facts=facts)
-    assert Checkpoints(tmp_path / "checkpoints").facts(2) == {"schema": 1, **facts}
+    assert Checkpoints(tmp_path / "checkpoints").facts(2) == {"schema": 2, **facts}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
 def test_orbax_2972_a_checkpoint_of_another_depth_is_refused_by_name(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(1, parts(1, depth=12), facts={})
-    monkeypatch.setattr(module.orbax, "load", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr(orbax_arrays.orbax, "load", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(CheckpointMismatch) as error:
         checkpoints.newest_whole(parts(1, depth=16))
     kernel = "blocks/attention/query/kernel [12, 4, 2, 2] saved, [16, 4, 2, 2] wanted"
@@ -230,8 +230,8 @@ def test_many_differences_are_counted_not_listed(tmp_path):
 
 def test_another_form_is_a_mismatch_and_not_damage(tmp_path, monkeypatch):
     checkpoints = saved(tmp_path / "checkpoints", 1)
-    monkeypatch.setattr(checkpoint_manifest, "SCHEMA", 2)
-    with pytest.raises(CheckpointMismatch, match="form 1"):
+    monkeypatch.setattr(checkpoint_manifest, "SCHEMA", 3)
+    with pytest.raises(CheckpointMismatch, match="form 2"):
         checkpoints.newest_whole(parts(1))
     assert checkpoints.steps() == [1]
 
@@ -291,7 +291,7 @@ def test_a_harmed_file_is_named_and_the_checkpoint_before_it_is_used(tmp_path, r
 
 def test_values_other_than_the_saved_ones_are_not_handed_out(tmp_path, run_of_two, monkeypatch):
     """Even where every file is as it was written: the reader itself is not trusted."""
-    load = module.orbax.load
+    load = orbax_arrays.orbax.load
 
     def shifted(path: str, like: dict[str, Any], *, checkpointable_name: str) -> Any:
         read = load(path, like, checkpointable_name=checkpointable_name)
@@ -300,7 +300,7 @@ def test_values_other_than_the_saved_ones_are_not_handed_out(tmp_path, run_of_tw
             for name, x in read.items()
         }
 
-    monkeypatch.setattr(module.orbax, "load", shifted)
+    monkeypatch.setattr(orbax_arrays.orbax, "load", shifted)
     checkpoints = Checkpoints(run_of_two / "checkpoints")
     with pytest.raises(
         RunError, match="is whole, but params/embedding was not read as it was saved"
@@ -372,7 +372,7 @@ def test_what_goes_wrong_with_a_whole_checkpoint_is_not_damage(tmp_path, run_of_
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("RESOURCE_EXHAUSTED: too many open files\nand a page of text")
 
-    monkeypatch.setattr(module.orbax, "load", fail)
+    monkeypatch.setattr(orbax_arrays.orbax, "load", fail)
     with pytest.raises(RunError, match=r"is whole, but .*RESOURCE_EXHAUSTED: too many open files$") as error:
         Checkpoints(run / "checkpoints").newest_whole(parts(1))
     assert not isinstance(error.value, CheckpointDamaged | CheckpointMismatch)
@@ -430,15 +430,15 @@ def test_b91_a_file_in_the_way_is_an_error(tmp_path):
 def test_b91_a_folder_taken_away_in_the_middle_is_an_error(tmp_path, monkeypatch):
     """Orbax writes in threads of its own: what fails there must come out here."""
     checkpoints = saved(tmp_path / "checkpoints", 1)
-    digest = module.saved_leaf
+    copied = module.own_pieces
 
-    def saved_leaf(leaf: Any, value: np.ndarray) -> Any:
+    def own_pieces(leaf: Any) -> Any:
         if (tmp_path / "checkpoints").is_dir():
             (tmp_path / "checkpoints").rename(tmp_path / "away")
             (tmp_path / "checkpoints").write_text("in the way")
-        return digest(leaf, value)
+        return copied(leaf)
 
-    monkeypatch.setattr(module, "saved_leaf", saved_leaf)
+    monkeypatch.setattr(module, "own_pieces", own_pieces)
     with pytest.raises(RunError, match="step 2 cannot be saved"):
         checkpoints.save(2, parts(2), facts={})
 
@@ -472,18 +472,30 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    "after", ["host_array", "save", "write_manifest", "_sync", "_bring_to_disk", "kept_steps", "rmtree"]
+    "after",
+    [
+        "own_pieces",
+        "save_async",
+        "gathered_digests",
+        "write_manifest",
+        "sync",
+        "bring_to_disk",
+        "kept_steps",
+        "_remove_leftovers",
+    ],
 )
 def test_a_kill_at_any_stage_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, after):
     folder, keep = tmp_path / "checkpoints", CheckpointConfig(keep_latest=1)
     checkpoints = saved(folder, 1, keep=keep)
-    owner = {"save": module.orbax, "rmtree": module.shutil}.get(after, module)
+    owner = {"save_async": orbax_arrays.orbax, "_remove_leftovers": Checkpoints}.get(after, module)
     work = getattr(owner, after)
 
-    def killed(*given: Any, **named: Any) -> None:
-        if after != "rmtree":
-            work(*given, **named)
-        raise Killed
+    def killed(*given: Any, **named: Any) -> Any:
+        done = work(*given, **named) if after != "_remove_leftovers" or not (folder / "2").exists() else None
+        if after == "save_async":
+            done.result()  # a process that is killed writes no more
+        if after != "_remove_leftovers" or (folder / "2").exists():
+            raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, after, killed)
@@ -492,7 +504,7 @@ def test_a_kill_at_any_stage_leaves_the_old_or_the_new_checkpoint(tmp_path, monk
     again = Checkpoints(folder, keep)
     step, found, notes = again.newest_whole(parts(1))
     assert notes == []
-    assert step == (2 if after in ("kept_steps", "rmtree") else 1)
+    assert step == (2 if after in ("sync", "kept_steps", "_remove_leftovers") else 1)
     assert_same(found, parts(step))
     assert again.save(3, parts(3), facts={})
     assert [path.name for path in folder.iterdir()] == ["3"]

@@ -3,6 +3,7 @@
 import shutil
 import sys
 import threading
+import types
 
 import jax.numpy as jnp
 import pytest
@@ -39,14 +40,23 @@ def test_the_space_asked_for_grows_with_the_arrays(tmp_path):
         check_space(tmp_path, [2**60])
 
 
-def test_late_reports_of_a_failed_save_are_dropped_and_others_are_not(monkeypatch):
+@pytest.mark.parametrize("hooked", ["excepthook", "unraisablehook"])
+def test_late_reports_of_a_failed_save_are_dropped_and_others_are_not(monkeypatch, hooked):
     said, hook = [], lambda kind, error, trace: said.append(str(error))
+
+    def unraisable(report) -> None:
+        said.append(str(report.exc_value))
+
     monkeypatch.setattr(full_disk, "_SECONDS_OF_LATE_REPORTS", 0.2)
     monkeypatch.setattr(sys, "excepthook", hook)
+    monkeypatch.setattr(sys, "unraisablehook", unraisable)
 
     def report(words: str) -> None:
         error = RuntimeError(words)
-        sys.excepthook(type(error), error, None)
+        if hooked == "excepthook":
+            sys.excepthook(type(error), error, None)
+        else:
+            sys.unraisablehook(types.SimpleNamespace(exc_value=error))
 
     @without_late_reports()
     def fail() -> None:
@@ -57,7 +67,7 @@ def test_late_reports_of_a_failed_save_are_dropped_and_others_are_not(monkeypatc
     with pytest.raises(ValueError, match="the failure itself"):
         fail()
     assert said == ["something else"]
-    assert sys.excepthook is hook
+    assert (sys.excepthook, sys.unraisablehook) == (hook, unraisable)
     report("Event loop is closed")
     assert said[1:] == ["Event loop is closed"]
 

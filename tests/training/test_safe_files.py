@@ -300,7 +300,7 @@ def test_a_checkpoint_reads_its_own_files_only(tmp_path):
             checkpoints.load(1, like)
     for content in (
         [],
-        {"schema": 1},
+        {"schema": good["schema"]},
         {**good, "files": []},
         {**good, "leaves": {"a": {}}},
         {**good, "x": 1},
