@@ -141,6 +141,10 @@ def labelled(params: Params, labels: Sequence[Label]) -> Params:
     return jax.tree_util.tree_map_with_path(find, params)
 
 
+STREAM_AXES = ("batch", "position", "width")
+"""Of the residual stream [B, T, D], of what a branch reads and writes, and of each row of a history."""
+
+
 def constrain(x: Array, *names: str | None) -> Array:
     """Constrain an activation's sharding by logical axis names; returns `x` itself where there is no mesh."""
     return spmd.with_logical_constraint(x, names)

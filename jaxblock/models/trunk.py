@@ -22,7 +22,7 @@ from jaxblock.modules.attention import WRITTEN
 from jaxblock.modules.experts import ROUTING
 from jaxblock.modules.intermediates import COLLECTION as INTERMEDIATES
 from jaxblock.modules.intermediates import HEALTH, asked_for, record
-from jaxblock.residual import STREAM_AXES, Topology, check_depth_rules, topology
+from jaxblock.residual import Topology, check_depth_rules, topology
 from jaxblock.types import Array, Params
 
 
@@ -116,7 +116,7 @@ class Trunk(nn.Module):
         x_BTD = embedding(tokens_BT)
         if self.config.position_choice.name in ("learned", "sinusoidal"):
             x_BTD = x_BTD + PositionTable(self.config, name="positions")(positions_BT, limit=limit)
-        return axes.constrain(x_BTD, *STREAM_AXES), embedding
+        return axes.constrain(x_BTD, *axes.STREAM_AXES), embedding
 
     def _stack(
         self, x_BTD: Array, attention: AttentionInputs, *, cached: dict[str, Any] | None = None

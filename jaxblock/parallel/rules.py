@@ -7,6 +7,8 @@
 | vocab | tensor | tensor: of the embedding's table, while tokens are looked up |
 | heads, kv_heads, hidden | tensor | as the compiler finds best |
 
+Constrained are the embedding, what branches read and write, every stream of several, and the rows of a history.
+
 A parameter without a width (a bias, what a connection mixes with) lies on "fsdp" along its largest axis that "fsdp"
 divides and no other axis of the mesh has, its depth left out; without such an axis it is whole on each device of
 "fsdp". State of the optimizer that has a parameter's shape lies as the parameter does; what else there is, as a

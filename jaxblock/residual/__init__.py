@@ -1,7 +1,7 @@
 """Residual connections: the contract, the combinator that runs them, and the registry that names them."""
 
 from jaxblock.axes import Label
-from jaxblock.residual.combinator import STREAM_AXES, check_same_stream, residual
+from jaxblock.residual.combinator import check_same_stream, residual
 from jaxblock.residual.contract import Groups, NoGradient, Topology
 from jaxblock.residual.depth_rules import check_depth_rules, initializations
 from jaxblock.residual.history import History, open_history, read_once
@@ -12,7 +12,6 @@ from jaxblock.types import Views
 
 __all__ = [
     "REGISTRY",
-    "STREAM_AXES",
     "BranchNorm",
     "Groups",
     "History",

@@ -10,8 +10,6 @@ from jaxblock import axes
 from jaxblock.residual.history import History
 from jaxblock.types import Array, Branch, Stream, Views
 
-STREAM_AXES = ("batch", "position", "width")
-
 
 def residual(connection, stream: Stream, branch: Branch, *, dtype: jax.typing.DTypeLike) -> Stream:
     """Connect a branch to the stream.
@@ -47,10 +45,10 @@ def residual(connection, stream: Stream, branch: Branch, *, dtype: jax.typing.DT
                 f"residual connection {name} called its branch inside a transformation (lax.scan, cond, vmap, ...), "
                 "where once in the program is not once in the run; it must call f itself"
             )
-        y = branch(jax.tree.map(lambda x: axes.constrain(x.astype(dtype), *STREAM_AXES), h))
+        y = branch(jax.tree.map(lambda x: axes.constrain(x.astype(dtype), *axes.STREAM_AXES), h))
         read = jax.tree.leaves(h)
         chex.assert_equal_shape([*read, y])
-        return checkpoint_name(axes.constrain(y, *STREAM_AXES), "branch_out").astype(read[0].dtype)
+        return checkpoint_name(axes.constrain(y, *axes.STREAM_AXES), "branch_out").astype(read[0].dtype)
 
     after = connection(stream, f)
     if calls == 0:

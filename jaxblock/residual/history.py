@@ -16,6 +16,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxblock import axes
 from jaxblock.contracts import check_integer
 from jaxblock.functional.depth_mixing import Sources
 from jaxblock.types import Array
@@ -92,7 +93,7 @@ class History:
             row = jnp.where(recent.present, recent.row_BTD, old)
             rows = jax.lax.dynamic_update_index_in_dim(rows, row, place, axis=0)
             count = count + recent.present.astype(jnp.int32)
-        return History(rows, count)
+        return History(axes.constrain(rows, None, *axes.STREAM_AXES), count)
 
 
 def open_history(first_BTD: Array, capacity: int) -> History:
@@ -104,7 +105,8 @@ def open_history(first_BTD: Array, capacity: int) -> History:
     chex.assert_rank(first_BTD, 3)
     chex.assert_type(first_BTD, float)
     rows = jnp.zeros((capacity, *first_BTD.shape), first_BTD.dtype)
-    return History(rows.at[0].set(first_BTD), jnp.ones((), jnp.int32))
+    rows = axes.constrain(rows.at[0].set(first_BTD), None, *axes.STREAM_AXES)
+    return History(rows, jnp.ones((), jnp.int32))
 
 
 def read_once(read: Callable[..., T], *arguments: object) -> T:

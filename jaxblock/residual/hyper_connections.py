@@ -25,7 +25,6 @@ from jaxblock.config import ModelConfig
 from jaxblock.contracts import check_choice, check_integer
 from jaxblock.functional.streams import add_streams, project_each, read_streams, write_streams
 from jaxblock.modules import Norm
-from jaxblock.residual.combinator import STREAM_AXES
 from jaxblock.residual.contract import Topology
 from jaxblock.residual.declarations import additive_mixing, norm_parameters
 from jaxblock.residual.history import read_once
@@ -149,7 +148,7 @@ def open_streams(streams: int) -> Callable[[ModelConfig, Array], Streams]:
 
 def constrain_streams(streams: Streams) -> Streams:
     """Return the streams, each sharded as a stream is."""
-    return tuple(axes.constrain(x, *STREAM_AXES) for x in streams)
+    return tuple(axes.constrain(x, *axes.STREAM_AXES) for x in streams)
 
 
 def stream_flops(config: ModelConfig, streams: int) -> int:

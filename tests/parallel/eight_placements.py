@@ -7,11 +7,12 @@ By hand, from the repository root, with any names of the registry (none: three o
 
 import functools
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from jaxblock.training.step import TrainState, first_state, make_step
 from tests.small import built
 from tests.small_training import training
 
-STEPS, ROWS, LENGTH, VOCAB = 20, 16, 8, 12
+STEPS, ROWS, LENGTH, VOCAB = 20, 32, 10, 12
 SHAPES = {
     "data": MeshShape(data=8),
     "fsdp": MeshShape(fsdp=8),
@@ -54,7 +55,15 @@ class Drawn:
 def run_of(residual: str, **changes: Any) -> TrainConfig:
     """Return a run of two blocks, of a width that 8 divides, without a key bias whose gradient is round-off."""
     data = {"batch": ROWS, "accumulation": changes.pop("accumulation", 1)}
-    sizes = {"vocab_size": VOCAB, "width": 16, "heads": 2, "kv_heads": 2, "bias": False, "norm": "rms_norm"}
+    sizes = {
+        "vocab_size": VOCAB,
+        "context": LENGTH,
+        "width": 16,
+        "heads": 2,
+        "kv_heads": 2,
+        "bias": False,
+        "norm": "rms_norm",
+    }
     return training(
         steps=STEPS,
         optimizer={"learning_rate": 0.003, "average": 0.9},
@@ -63,8 +72,19 @@ def run_of(residual: str, **changes: Any) -> TrainConfig:
     )
 
 
-def trained(run: TrainConfig, placement: Placement) -> tuple[list[float], TrainState, TrainState]:
-    """Return the losses of 20 steps, the state after them, and the shapes of a state with their shardings."""
+class Trained(NamedTuple):
+    """What came of 20 steps."""
+
+    losses: list[float]
+    state: TrainState
+    like: TrainState
+    """The shapes of a state with their shardings."""
+    whole: list[str]
+    """Arrays of the compiled program that hold every row of the batch, as f32[5,32,10,16]."""
+
+
+def trained(run: TrainConfig, placement: Placement) -> Trained:
+    """Return what comes of 20 steps."""
     model, params = built(run.model, run.execution)
     params = jax.tree.map(jnp.array, params)  # a step is given them, and may reuse their memory
     start = functools.partial(first_state, model, run)
@@ -78,7 +98,9 @@ def trained(run: TrainConfig, placement: Placement) -> tuple[list[float], TrainS
     for number in range(STEPS):
         state, metrics = program(state, placement.batch(batches, number), key)
         losses.append(float(metrics.loss))
-    return losses, state, like
+    text = program.as_text() if hasattr(program, "as_text") else ""
+    whole = sorted(set(re.findall(rf"\w+\[(?:\d+,)*{ROWS},{LENGTH}(?:,\d+)*\]", text)))
+    return Trained(losses, state, like, whole)
 
 
 def difference(one: TrainState, other: TrainState) -> float:
@@ -93,11 +115,12 @@ def difference(one: TrainState, other: TrainState) -> float:
 
 def compared(run: TrainConfig, placements: dict[str, Placement]) -> dict[str, Any]:
     """Return the losses on one device and on each placement, with the differences of the parameters."""
-    losses, one, _ = trained(run, OneDevice())
-    found = {"one": losses}
+    one = trained(run, OneDevice())
+    found: dict[str, Any] = {"one": {"losses": one.losses, "whole": one.whole}}
     for name, placement in placements.items():
-        losses, state, _ = trained(run, placement)
-        found[name] = {"losses": losses, "parameters": difference(one, state)}
+        placed = trained(run, placement)
+        parameters = difference(one.state, placed.state)
+        found[name] = {"losses": placed.losses, "parameters": parameters, "whole": placed.whole}
     return found
 
 
@@ -106,7 +129,7 @@ def moved() -> dict[str, Any]:
     run = run_of("pre_norm", width=64, vocab_size=64, heads=8, kv_heads=8)
     with tempfile.TemporaryDirectory() as folder:
         fsdp = OnMesh(MeshShape(fsdp=8))
-        _, state, _ = trained(run, fsdp)
+        state = trained(run, fsdp).state
         key, saved = jax.random.key(3), Checkpoints(Path(folder))
         saved.save(STEPS, fsdp.readable(parts_of(state, key)), facts={})
         same = {}
