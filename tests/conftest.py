@@ -1,5 +1,6 @@
 """Strict numerics for every test: no silent rank promotion, full-precision products, warnings as errors."""
 
+import gc
 import os
 from importlib.metadata import version
 
@@ -14,8 +15,14 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+# After compiling, tracing and lowering take the time: no op needs to say where in the source it came from, and what
+# they allocate is seldom garbage in cycles, which a collection of the young looks for after every 700 objects.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
 import jax
 import pytest
+
+gc.set_threshold(200_000, 50, 1000)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -36,6 +36,13 @@ def tokens(batch: int = 2, length: int = 6, *, seed: int = 0, vocab_size: int = 
     return jnp.asarray(np.random.default_rng(seed).integers(0, vocab_size, (batch, length)), jnp.int32)
 
 
+def carried(scan: Any) -> list[Any]:
+    """Return the shapes that a scan's equation carries: what it returns as its body does, with no axis in front."""
+    inner = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"]).outvars
+    pairs = zip(scan.outvars, inner, strict=True)
+    return [after.aval for after, each in pairs if after.aval.shape == each.aval.shape]
+
+
 @functools.cache
 def built(
     model_config: ModelConfig,

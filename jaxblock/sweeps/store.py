@@ -30,16 +30,23 @@ class Store:
     def __init__(self, folder: Path):
         self.folder = folder
         self._connection = sqlite3.connect(folder / FILE, timeout=BUSY_SECONDS, isolation_level=None)
-        self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute("PRAGMA synchronous = FULL")
+        try:
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = FULL")
+            self._version()
+        except sqlite3.Error:
+            self._connection.close()
+            raise
 
     @classmethod
     def create(cls, folder: Path) -> "Store":
         """Open the store of a folder, and make both where they are missing."""
         (folder / STATES).mkdir(parents=True, exist_ok=True)
         store = cls(folder)
-        if store._version() not in (0, SCHEMA_VERSION):
-            raise ValueError(_foreign(folder, store._version()))
+        version = store._version()
+        if version not in (0, SCHEMA_VERSION):
+            store.close()
+            raise ValueError(_foreign(folder, version))
         store._connection.executescript(
             f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT"
         )

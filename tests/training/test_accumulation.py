@@ -11,7 +11,7 @@ from jaxblock.training.batches import Batch
 from jaxblock.training.config import DataConfig
 from jaxblock.training.step import make_step
 from tests.claims.claims import equations
-from tests.small import tokens
+from tests.small import carried, tokens
 from tests.small_training import Bigram, bigram_params, state_of, stepper, training
 
 KEY = jax.random.key(3)
@@ -75,7 +75,7 @@ def test_b61_half_precision_gradients_are_summed_in_float32(master):
     shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state.params))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {master}
     (sums,) = [
-        [var.aval for var in equation.outvars[: equation.params["num_carry"]]]
+        carried(equation)
         for equation in equations(jax.make_jaxpr(make_step(Decoder(run.model), run))(state, ragged(), KEY))
         if equation.primitive.name == "scan" and equation.params["length"] == 2
     ]
