@@ -14,7 +14,7 @@ import tyro
 from jaxblock.cli.arguments import Action, Flag, check_arguments, refuse_flag
 
 FAILED = 1
-VALUED, FLAGS = ("store",), ("dry_run", "retry")
+VALUED, FLAGS = ("store", "ray"), ("dry_run", "retry")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,9 @@ class SweepCommand:
     """A TOML file with [sweep], [axes] and the sections of a config. Left out: the plan in --store."""
     store: str | None = None
     """The sweep's folder, new or not: what has a result there is not run again. Left out: sweeps/NAME."""
+    ray: str | None = None
+    """Where workers run: auto (the Ray cluster this machine is part of), HOST:PORT of a cluster's head, or local (a
+    cluster on this machine, for this sweep). Left out: processes of this machine, without Ray."""
     dry_run: Flag = False
     """Print the arms with parameters, FLOPs, estimated time and memory, and write nothing."""
     retry: Flag = False
@@ -38,7 +41,7 @@ def sweep(arguments: Sequence[str]) -> Action:
     if "--dry-run" not in arguments and "--dry_run" not in arguments:
         _leave_the_accelerator()
     from jaxblock.cli.sweep_page import arms, page
-    from jaxblock.sweeps.crew import SweepError
+    from jaxblock.sweeps.crew import LocalCrew, SweepError
     from jaxblock.sweeps.plan import read_plan
     from jaxblock.sweeps.runner import prepare_sweep, run_sweep
 
@@ -56,6 +59,11 @@ def sweep(arguments: Sequence[str]) -> Action:
     prepared = prepare_sweep(plan)
     folder = Path(command.store) if command.store is not None else Path("sweeps") / _plain(plan.sweep.name)
     _check_folder(folder, plan.sweep.name)
+    cluster = None
+    if command.ray is not None and not command.dry_run:
+        from jaxblock.sweeps.ray_crew import Cluster
+
+        cluster = Cluster(command.ray, workers=plan.sweep.workers)
 
     def act() -> int:
         if command.dry_run:
@@ -65,10 +73,18 @@ def sweep(arguments: Sequence[str]) -> Action:
             )
             return 0
         try:
-            code = run_sweep(prepared, folder, retry=command.retry)
+            code = run_sweep(
+                prepared,
+                folder,
+                retry=command.retry,
+                make_crew=LocalCrew if cluster is None else cluster.crew,
+            )
         except SweepError as error:
             print(f"jaxblock: {error}", file=sys.stderr)
             return FAILED
+        finally:
+            if cluster is not None:
+                cluster.close()
         return _report(folder, code, as_json=command.json)
 
     return act

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from jaxblock.sweeps.outcomes import Outcome
 from jaxblock.sweeps.plan import SweepConfig
@@ -20,8 +20,24 @@ class SweepError(Exception):
     """A sweep cannot go on; a sentence that says why."""
 
 
-class Crew:
+class Crew(Protocol):
     """Workers that end with the context, and with this process whatever becomes of it."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+    def is_at_work(self) -> bool:
+        """Look after the workers; return whether any is left.
+
+        Raises:
+          SweepError: workers die before they have a program.
+        """
+        ...
+
+
+class LocalCrew:
+    """Processes of this machine that end with the context, and with this process whatever becomes of it."""
 
     def __init__(self, store: Store, sweep: SweepConfig, *, say: Callable[[str], None]):
         self._store, self._sweep, self._say = store, sweep, say
@@ -42,11 +58,7 @@ class Crew:
             worker.communicate()  # waits, and closes the pipe
 
     def is_at_work(self) -> bool:
-        """Look after the workers; return whether any is left.
-
-        Raises:
-          SweepError: workers die before they have a program.
-        """
+        """Start another worker for each that died."""
         for worker in [worker for worker in self._workers if worker.poll() is not None]:
             self._workers.remove(worker)
             worker.communicate()  # closes the pipe
@@ -71,21 +83,26 @@ class Crew:
         program, code = self._store.claimed_by(worker.pid), worker.returncode
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
         if program is not None:
-            self._settle(program, f"the worker of program {program.number} {how} after step {program.step}")
+            settle(self._store, self._sweep, program, how, say=self._say)
             return
         self._idle_deaths += 1
         if code > 0 or self._idle_deaths > self._sweep.attempts:
             raise SweepError(f"a worker process {how} and had no program; what it printed says why")
         self._say(f"a worker {how} between two programs; another one is started")
 
-    def _settle(self, program: Program, words: str) -> None:
-        """Let a program be tried again, or give it up."""
-        words = f"{words} ({len(program.runs)} runs)"
-        if program.tries < self._sweep.attempts:
-            sentence = f"{words}; another worker goes on from there"
-            self._store.release(program)
-        else:
-            sentence = f"{words}, try {program.tries} of {self._sweep.attempts}; given up"
-            fail(self._store, program, Outcome("killed", sentence), steps=program.step)
-        self._store.add_event("worker_killed", sentence, program.runs)
-        self._say(sentence)
+
+def settle(
+    store: Store, sweep: SweepConfig, program: Program, how: str, *, say: Callable[[str], None]
+) -> None:
+    """Let a program whose worker died be tried again, or give it up; `how` says what happened to the worker."""
+    words = (
+        f"the worker of program {program.number} {how} after step {program.step} ({len(program.runs)} runs)"
+    )
+    if program.tries < sweep.attempts:
+        sentence = f"{words}; another worker goes on from there"
+        store.release(program)
+    else:
+        sentence = f"{words}, try {program.tries} of {sweep.attempts}; given up"
+        fail(store, program, Outcome("killed", sentence), steps=program.step)
+    store.add_event("worker_killed", sentence, program.runs)
+    say(sentence)

@@ -6,13 +6,13 @@ Killed at any moment, the same call goes on; what has a result is not run again.
 import contextlib
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomli_w
 
-from jaxblock.sweeps.crew import Crew, SweepError
+from jaxblock.sweeps.crew import Crew, LocalCrew, SweepError
 from jaxblock.sweeps.environment import describe_environment
 from jaxblock.sweeps.extension import widened_again, wider_runs
 from jaxblock.sweeps.findings.plan_warnings import warnings_of
@@ -62,7 +62,13 @@ def prepare_sweep(plan: Plan) -> Prepared:
     return Prepared(plan, runs, surveys)
 
 
-def run_sweep(prepared: Prepared, folder: Path, *, retry: bool = False) -> int:
+MakeCrew = Callable[..., Crew]
+"""(store, sweep's config, say=...) -> who works."""
+
+
+def run_sweep(
+    prepared: Prepared, folder: Path, *, retry: bool = False, make_crew: MakeCrew = LocalCrew
+) -> int:
     """Run what has no result yet; return the exit code: 0 done, 130 or 143 interrupted.
 
     The workers compute. On a GPU or TPU, a process that has taken the device for itself leaves them none: call this
@@ -72,6 +78,7 @@ def run_sweep(prepared: Prepared, folder: Path, *, retry: bool = False) -> int:
       prepared: from `prepare_sweep`.
       folder: the sweep's, new or not.
       retry: whether runs that failed (`RETRIED`) are made again.
+      make_crew: who works: processes of this machine, or `crew` of a `jaxblock.sweeps.ray_crew.Cluster`.
 
     Raises:
       SweepError: another process is running the sweep, or its folder cannot be written.
@@ -84,13 +91,19 @@ def run_sweep(prepared: Prepared, folder: Path, *, retry: bool = False) -> int:
             Interrupts() as interrupts,
             SweepProgress(store) as progress,
         ):
-            return _run(prepared, store, progress, interrupts, retry=retry)
+            return _run(prepared, store, progress, interrupts, retry=retry, make_crew=make_crew)
     except (sqlite3.Error, OSError) as error:  # a full disk, a folder that went away
         raise SweepError(f"{error}; what is saved stays, and the same command goes on from it") from error
 
 
 def _run(
-    prepared: Prepared, store: Store, progress: SweepProgress, interrupts: Interrupts, *, retry: bool
+    prepared: Prepared,
+    store: Store,
+    progress: SweepProgress,
+    interrupts: Interrupts,
+    *,
+    retry: bool,
+    make_crew: MakeCrew,
 ) -> int:
     """Run a sweep that this process holds."""
     plan = _save(prepared, store)
@@ -101,7 +114,7 @@ def _run(
     _tell_beginning(store, plan, prepared.plan.axes, progress)
     while interrupts.signal is None:
         store.add_programs(_groups(prepared, store, plan))
-        _work(prepared, store, progress, interrupts)
+        _work(prepared, store, progress, interrupts, make_crew)
         if interrupts.signal is None and not _extend(prepared, store, plan, progress):
             return 0
     store.add_event("interrupted", "the sweep was interrupted")
@@ -201,11 +214,13 @@ def _extend(prepared: Prepared, store: Store, plan: int, progress: SweepProgress
     return bool(added)
 
 
-def _work(prepared: Prepared, store: Store, progress: SweepProgress, interrupts: Interrupts) -> None:
+def _work(
+    prepared: Prepared, store: Store, progress: SweepProgress, interrupts: Interrupts, make_crew: MakeCrew
+) -> None:
     """Keep workers at work until no program waits, or a signal comes."""
     if not store.programs():
         return
-    with Crew(store, prepared.plan.sweep, say=progress.say) as crew:
+    with make_crew(store, prepared.plan.sweep, say=progress.say) as crew:
         while crew.is_at_work() and interrupts.signal is None:
             time.sleep(POLL_SECONDS)
             progress.update()

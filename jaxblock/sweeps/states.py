@@ -1,34 +1,31 @@
-"""The state of a program in training, all lanes, as one file that is there whole or not at all."""
+"""The state of a program in training, all lanes, as the bytes of one file."""
 
 import io
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxblock.training.files import replace_bytes
 
-
-def save_state(path: Path, state: Any) -> None:
-    """Write a tree of arrays, in one move."""
+def state_bytes(state: Any) -> bytes:
+    """Return a tree of arrays as bytes."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(state))]
     buffer = io.BytesIO()
     np.savez(buffer, *leaves)
-    replace_bytes(path, buffer.getvalue())
+    return buffer.getvalue()
 
 
-def load_state(path: Path, like: Any) -> Any | None:
-    """Return the tree that was saved, or None where the file is missing, damaged or of another structure.
+def state_from(data: bytes, like: Any) -> Any | None:
+    """Return the tree that `state_bytes` was given, or None where the bytes are damaged or of another structure.
 
     Args:
-      path: the file.
+      data: a file's bytes.
       like: a tree of the same structure, its leaves with shape and dtype.
     """
     wanted, structure = jax.tree.flatten(like)
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             found = [arrays[f"arr_{index}"] for index in range(len(arrays.files))]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
         return None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxblock.sweeps.schema import SCHEMA, SCHEMA_VERSION, LossRow, NoPlanError, PlannedRun, Program, Saved
+from jaxblock.training.files import replace_bytes
 
 FILE, STATES = "sweep.sqlite", "states"
 WAITING, RUNNING, DONE = "waiting", "running", "done"
@@ -213,7 +214,7 @@ class Store:
         return [run for program in foreign for run in program.runs if run not in ours]
 
     def claim(self, worker: int) -> Program | None:
-        """Give a waiting program to a worker, by process number; None where none waits."""
+        """Give a waiting program to a worker, by its number; None where none waits."""
         columns = "number, runs, about, tries, step, file"
         with self._writing() as sql:
             row = sql.execute(
@@ -304,6 +305,25 @@ class Store:
         """Keep something a reader should know."""
         with self._writing() as sql:
             _add_event(sql, kind, sentence, runs)
+
+    # States ------------------------------------------------------------------------------------------------
+
+    def write_state(self, name: str, data: bytes) -> None:
+        """Write a program's state, in one move; `save_chunk` names it as the one to go on from."""
+        replace_bytes(self.folder / STATES / name, data)
+
+    def read_state(self, name: str) -> bytes | None:
+        """Return what `write_state` wrote, or None where it is missing or cannot be read."""
+        try:
+            return (self.folder / STATES / name).read_bytes()
+        except OSError:
+            return None
+
+    def forget_states(self, program: Program, *, but: str = "") -> None:
+        """Remove a program's states, all but one."""
+        for file in (self.folder / STATES).glob(f"{program.number}-*.npz*"):
+            if file.name != but:
+                file.unlink(missing_ok=True)
 
     # Reading -----------------------------------------------------------------------------------------------
 

@@ -5,9 +5,11 @@
 It is a process of its own, so that what kills it (memory above all) kills neither the sweep nor its other programs.
 """
 
+import contextlib
 import gc
 import math
 import os
+import platform
 import sys
 import threading
 import time
@@ -18,13 +20,14 @@ import jax
 import numpy as np
 
 from jaxblock.sweeps.environment import describe_device
-from jaxblock.sweeps.identity import program_key, run_id
+from jaxblock.sweeps.identity import code_fingerprint, program_key, run_id
 from jaxblock.sweeps.lanes import Lane, LaneProgram, least_bytes
+from jaxblock.sweeps.ledger import Ledger
 from jaxblock.sweeps.outcomes import Outcome, finished, stopped
 from jaxblock.sweeps.plan import SweepConfig
 from jaxblock.sweeps.schema import LossRow, Program, Saved
-from jaxblock.sweeps.states import load_state, save_state
-from jaxblock.sweeps.store import STATES, Store
+from jaxblock.sweeps.states import state_bytes, state_from
+from jaxblock.sweeps.store import Store
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.config_file import build_config
 from jaxblock.training.host_memory import keep_freed_memory
@@ -41,7 +44,7 @@ class TooLargeError(Exception):
 class Job:
     """One program being trained."""
 
-    def __init__(self, store: Store, sweep: SweepConfig, program: Program):
+    def __init__(self, store: Ledger, sweep: SweepConfig, program: Program):
         self.store, self.sweep, self.program = store, sweep, program
         self.configs = [build_config(store.config(run)) for run in program.runs]
         self.config: TrainConfig = self.configs[0]
@@ -54,7 +57,9 @@ class Job:
             raise ValueError(f"the runs of program {program.number} differ in more than their lanes may")
         data = self.task.facts["corpus_fingerprint"]
         if program.runs != tuple(run_id(config, data=data) for config in self.configs):
-            raise ValueError("code or data have changed since the sweep was started; start it again")
+            raise ValueError(
+                f"code or data on {platform.node()} are not those the sweep was started with; start it again"
+            )
 
     def train(self) -> None:
         """Train all lanes to the end and keep what was found.
@@ -93,7 +98,7 @@ class Job:
             self.store.save_chunk(
                 self.program, self._rows(metrics, done, alive), Saved(done, steps, seconds, name)
             )
-            self._forget_states(but=name)
+            self.store.forget_states(self.program, but=name)
         self._finish(state)
 
     def _check_estimate(self, limit: float) -> None:
@@ -105,7 +110,8 @@ class Job:
     def _begin(self) -> tuple[TrainState, int]:
         """Return the saved state and its step, or the first state, whose profiles are then kept."""
         if self.program.file is not None:
-            state = load_state(self.store.folder / STATES / self.program.file, self.lanes.like())
+            data = self.store.read_state(self.program.file)
+            state = None if data is None else state_from(data, self.lanes.like())
             if state is not None:
                 return jax.tree.map(jax.numpy.asarray, state), self.program.step
             sentence = f"the saved state {self.program.file} is missing or damaged; its runs start again"
@@ -121,12 +127,8 @@ class Job:
     def _save_state(self, state: TrainState, done: int) -> str:
         """Write the state after `done` steps; return its file's name."""
         name = f"{self.program.number}-{done}.npz"
-        save_state(self.store.folder / STATES / name, state)
+        self.store.write_state(name, state_bytes(state))
         return name
-
-    def _forget_states(self, *, but: str = "") -> None:
-        """Remove the program's saved states, all but one."""
-        forget_states(self.store, self.program, but=but)
 
     def _rows(self, metrics: StepMetrics, done: int, alive: np.ndarray) -> list[LossRow]:
         """Return the rows of a chunk: every lane's steps up to the first one that changed nothing."""
@@ -170,7 +172,7 @@ class Job:
                 "probe": {name: plain(values[lane]) for name, values in probed.items()},
             }
         self.store.finish(self.program, results)
-        self._forget_states()
+        self.store.forget_states(self.program)
 
     def _fail(self, outcome: Outcome, *, steps: int) -> None:
         fail(self.store, self.program, outcome, steps=steps)
@@ -189,7 +191,7 @@ class Job:
         self.store.save_profiles(moment, profiles)
 
 
-def fail(store: Store, program: Program, outcome: Outcome, *, steps: int) -> None:
+def fail(store: Ledger, program: Program, outcome: Outcome, *, steps: int) -> None:
     """Give every run of a program the same outcome, without a loss."""
     result = {
         "outcome": outcome.name,
@@ -202,14 +204,7 @@ def fail(store: Store, program: Program, outcome: Outcome, *, steps: int) -> Non
         "probe": {},
     }
     store.finish(program, dict.fromkeys(program.runs, result))
-    forget_states(store, program)
-
-
-def forget_states(store: Store, program: Program, *, but: str = "") -> None:
-    """Remove a program's saved states, all but one."""
-    for file in (store.folder / STATES).glob(f"{program.number}-*.npz*"):
-        if file.name != but:
-            file.unlink(missing_ok=True)
+    store.forget_states(program)
 
 
 def uniform_loss(task: Task, config: TrainConfig) -> float:
@@ -226,13 +221,18 @@ def memory_limit(sweep: SweepConfig) -> float:
     return math.inf if available is None else 0.8 * available / sweep.workers
 
 
-def work(folder: Path) -> None:
-    """Train programs until none waits."""
-    store = Store.open(folder)
-    _, plan, _ = store.newest_plan()
+def work(store: Ledger, worker: int) -> None:
+    """Train programs until none waits; `worker` is the number this one claims them by.
+
+    Raises:
+      ValueError: the code on this machine is not the sweep's.
+    """
+    _, plan, facts = store.newest_plan()
+    if code_fingerprint() != facts["environment"]["code"]:
+        raise ValueError(f"jaxblock on {platform.node()} is not the code the sweep was started with")
     sweep = SweepConfig.model_validate(plan["sweep"])
     keep_freed_memory()
-    while (program := store.claim(os.getpid())) is not None:
+    while (program := store.claim(worker)) is not None:
         try:
             Job(store, sweep, program).train()
         except TooLargeError as error:
@@ -250,7 +250,7 @@ def work(folder: Path) -> None:
         gc.collect()
 
 
-def _answer_too_large(store: Store, program: Program, sentence: str) -> None:
+def _answer_too_large(store: Ledger, program: Program, sentence: str) -> None:
     """Halve a program, or say that its one run does not fit."""
     if len(program.runs) == 1:
         fail(store, program, Outcome("out_of_memory", sentence), steps=0)
@@ -258,7 +258,7 @@ def _answer_too_large(store: Store, program: Program, sentence: str) -> None:
         store.halve(program, f"program {program.number}: {sentence}; halved")
 
 
-def _answer_error(store: Store, sweep: SweepConfig, program: Program, error: Exception) -> None:
+def _answer_error(store: Ledger, sweep: SweepConfig, program: Program, error: Exception) -> None:
     """Try a failed program again, or give it up."""
     sentence = f"{type(error).__name__}: {_first_line(error)}"
     if program.tries < sweep.attempts:
@@ -301,4 +301,5 @@ def _end_with_the_runner() -> None:
 
 if __name__ == "__main__":
     _end_with_the_runner()
-    work(Path(sys.argv[1]))
+    with contextlib.closing(Store.open(Path(sys.argv[1]))) as own:
+        work(own, os.getpid())

@@ -1,14 +1,16 @@
 """The store: transactions that are whole or not there, results that stay, programs that are claimed once."""
 
+import pickle
 import sqlite3
 
 import numpy as np
 import pytest
 
+from jaxblock.sweeps.ledger import ASKED, answer, remote_ledger
 from jaxblock.sweeps.outcomes import finished, stopped
 from jaxblock.sweeps.reading import thinned
 from jaxblock.sweeps.schema import Saved
-from jaxblock.sweeps.states import load_state, save_state
+from jaxblock.sweeps.states import state_bytes, state_from
 from jaxblock.sweeps.store import FILE, Store
 
 
@@ -123,22 +125,70 @@ def test_a_folder_that_is_no_sweep_is_refused(tmp_path, content):
 # States ----------------------------------------------------------------------------------------------------
 
 
-def test_a_state_comes_back_bit_for_bit_and_a_damaged_one_not_at_all(tmp_path):
+def test_a_state_comes_back_bit_for_bit_and_a_damaged_one_not_at_all():
     import ml_dtypes
 
     state = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "y": np.ones(3, ml_dtypes.bfloat16) / 3}
-    path = tmp_path / "state.npz"
-    save_state(path, state)
-    found = load_state(path, state)
+    whole = state_bytes(state)
+    found = state_from(whole, state)
     assert all(found[name].dtype == state[name].dtype for name in state)
     assert all(found[name].tobytes() == state[name].tobytes() for name in state)
-    assert load_state(path, {**state, "x": state["x"].T}) is None
-    assert load_state(path, {"x": state["x"]}) is None
-    whole = path.read_bytes()
+    assert state_from(whole, {**state, "x": state["x"].T}) is None
+    assert state_from(whole, {"x": state["x"]}) is None
     for damaged in (b"", whole[: len(whole) // 2], whole[:80] + bytes([whole[80] ^ 255]) + whole[81:]):
-        path.write_bytes(damaged)
-        assert load_state(path, state) is None
-    assert load_state(tmp_path / "missing.npz", state) is None
+        assert state_from(damaged, state) is None
+
+
+def test_a_store_keeps_the_state_it_is_told_to(store):
+    store.add_programs([["a"], ["b"]])
+    first, second = store.claim(1), store.claim(2)
+    for name in ("1-4.npz", "1-8.npz", "2-4.npz"):
+        store.write_state(name, name.encode())
+    assert store.read_state("1-4.npz") == b"1-4.npz"
+    store.forget_states(first, but="1-8.npz")
+    assert [store.read_state(name) for name in ("1-4.npz", "1-8.npz", "2-4.npz")] == [
+        None,
+        b"1-8.npz",
+        b"2-4.npz",
+    ]
+    store.forget_states(second)
+    assert store.read_state("2-4.npz") is None
+
+
+# Another machine's -----------------------------------------------------------------------------------------
+
+
+def through_bytes(store):
+    """A ledger whose questions and answers go as bytes, as between machines."""
+
+    def ask(method, arguments, named):
+        method, arguments, named = pickle.loads(pickle.dumps((method, arguments, named)))
+        return pickle.loads(pickle.dumps(answer(store, method, arguments, named)))
+
+    return remote_ledger(ask)
+
+
+def test_a_ledger_answers_as_the_store_does_and_only_what_a_worker_asks(store):
+    assert set(ASKED) >= {"claim", "save_chunk", "finish", "write_state", "halve"}
+    assert all(callable(getattr(store, name)) for name in ASKED)
+    store.add_programs([["a", "b"], ["c"]])
+    ledger = through_bytes(store)
+    program = ledger.claim(7)
+    assert program == store.claimed_by(7)
+    assert ledger.config("a") == store.config("a")
+    ledger.write_state("1-4.npz", b"state")
+    ledger.save_chunk(program, [("a", 1, 2.0, None)], Saved(4, 4, 0.5, "1-4.npz"))
+    assert ledger.losses("a") == store.losses("a") == [(1, 2.0, None)]
+    assert store.claimed_by(7).file == "1-4.npz"
+    assert ledger.read_state("1-4.npz") == b"state"
+    ledger.finish(program, {"a": RESULT, "b": RESULT})
+    assert set(store.results()) == {"a", "b"}
+    assert ledger.claim(7).runs == ("c",)
+    for method in ("forget", "close", "_rows", "add_programs"):
+        with pytest.raises(ValueError, match="is asked for"):
+            answer(store, method, (), {})
+        with pytest.raises(AttributeError):
+            getattr(ledger, method)
 
 
 # Outcomes --------------------------------------------------------------------------------------------------

@@ -1,0 +1,162 @@
+"""A plan on a Ray cluster gives the results of one machine, whoever is killed; without Ray a sentence says so."""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import tomli_w
+
+from jaxblock.cli import main
+from jaxblock.sweeps.ray_crew import check_address
+from jaxblock.sweeps.reading import read_sweep
+from jaxblock.sweeps.runner import prepare_sweep, run_sweep
+from jaxblock.sweeps.store import STATES, Store
+from tests.simulated_devices import ROOT
+from tests.sweeps.small_sweeps import plan, values
+
+with_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is an extra, and has no wheels for every Python"
+)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("everywhere", "must be local, auto, or HOST:PORT"),
+        ("ray://head:10001", "must be local, auto, or HOST:PORT"),
+        ("127.0.0.1:99999", "must be local, auto, or HOST:PORT"),
+        ("127.0.0.1:1", "nothing listens there"),
+    ],
+)
+def test_an_address_without_a_cluster_is_refused(address, words):
+    with pytest.raises(ValueError, match=words):
+        check_address(address)
+
+
+@pytest.fixture
+def plan_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plan.toml"
+    path.write_text(tomli_w.dumps(values(tmp_path)), encoding="utf-8")
+    return path
+
+
+def test_without_ray_a_sentence_says_so_and_nothing_is_written(plan_file, monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else found(name, *rest)
+    )
+    assert main(["sweep", "plan.toml", "--ray", "local"]) == 2
+    assert 'pip install -e ".[ray]"' in capsys.readouterr().err
+    assert not (plan_file.parent / "sweeps").exists()
+
+
+def test_a_local_sweep_does_not_load_ray():
+    code = "import sys, jaxblock.sweeps.runner, jaxblock.sweeps.ray_crew; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+# On a cluster of this machine -------------------------------------------------------------------------------
+
+PLAN = {"sweep": {"chunk": 2, "workers": 2}, "run": {"steps": 60}, "axes": {"model.width": [8, 16]}}
+
+
+def figures(folder):
+    names = ("id", "outcome", "steps", "val_loss", "losses", "start", "end")
+    return [{name: getattr(result, name) for name in names} for result in read_sweep(folder).results]
+
+
+def small(folder):
+    return plan(folder, **{**PLAN, "model": {"width": None, "hidden": None}})
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """What processes of this machine find."""
+    folder = tmp_path_factory.mktemp("here")
+    made = small(folder)
+    assert run_sweep(prepare_sweep(made), folder / "store") == 0
+    return made, figures(folder / "store")
+
+
+def on_ray(made, folder):
+    from jaxblock.sweeps.ray_crew import LOCAL, Cluster
+
+    with contextlib.closing(Cluster(LOCAL, workers=2)) as cluster:
+        return run_sweep(prepare_sweep(made), folder, make_crew=cluster.crew)
+
+
+def workers():
+    """The processes of Ray's workers that run our task."""
+    found = []
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{process}/cmdline", "rb") as file:
+            if b"ray::" in (line := file.read()) and b"_work" in line:
+                found.append(int(process))
+    return found
+
+
+def when_saved(folder, *, after_step, then):
+    """Call `then` once a program has saved so many steps; give up after three minutes."""
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        try:
+            store = Store.open(folder)
+        except ValueError:  # not there yet
+            continue
+        with contextlib.closing(store):
+            rows = store._rows(
+                "SELECT number FROM programs WHERE state = 'running' AND step >= ?", after_step
+            )
+        if rows:
+            then()
+            return
+
+
+@with_ray
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
+def test_a_cluster_finds_what_one_machine_finds_though_a_worker_is_killed(expected, tmp_path):
+    made, found = expected
+
+    def kill():
+        os.kill(workers()[0], signal.SIGKILL)
+
+    folder = tmp_path / "store"
+    killer = threading.Thread(target=when_saved, args=(folder,), kwargs={"after_step": 4, "then": kill})
+    killer.start()
+    assert on_ray(made, folder) == 0
+    killer.join()
+    assert figures(folder) == found
+    events = [event for event in read_sweep(folder).events if event.kind == "worker_killed"]
+    assert len(events) == 1
+    assert "goes on from there" in events[0].sentence
+    assert list((folder / STATES).iterdir()) == []
+
+
+@with_ray
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_same_command_goes_on_after_its_end(expected, tmp_path, number):
+    """Also on one machine without Ray; the workers end with the command."""
+    made, found = expected
+    (tmp_path / "plan.toml").write_text(tomli_w.dumps(made.values()), encoding="utf-8")
+    command = [sys.executable, "-m", "jaxblock.cli", "sweep", str(tmp_path / "plan.toml")]
+    command += ["--ray", "local", "--store", str(tmp_path / "store")]
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    when_saved(tmp_path / "store", after_step=4, then=lambda: process.send_signal(number))
+    assert process.wait(timeout=120) == (143 if number == signal.SIGTERM else -number)
+    deadline = time.monotonic() + 60
+    while workers() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert workers() == []
+    before = [result["steps"] for result in figures(tmp_path / "store")]
+    assert sum(before) < sum(result["steps"] for result in found)
+    assert run_sweep(prepare_sweep(made), tmp_path / "store") == 0
+    assert figures(tmp_path / "store") == found
