@@ -1,5 +1,6 @@
 """The tables of a sweep's store, and the records that go in and come out."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 SCHEMA_VERSION = 1
@@ -54,3 +55,15 @@ class Saved(NamedTuple):
     """Steps of the chunk."""
     seconds: float
     file: str
+
+
+def foreign_store(folder: Path, version: int) -> str:
+    """Return the sentence that refuses a store of another version; 0 is none yet."""
+    if not version:
+        return (
+            f"the sweep in {str(folder)!r} has no plan yet: it is just beginning, or was ended while it began"
+        )
+    return (
+        f"the sweep in {str(folder)!r} has version {version} of the store and this jaxblock reads version "
+        f"{SCHEMA_VERSION}; use the jaxblock that made it, or another --store"
+    )

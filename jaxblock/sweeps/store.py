@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxblock.sweeps.schema import SCHEMA, SCHEMA_VERSION, LossRow, NoPlanError, PlannedRun, Program, Saved
+from jaxblock.sweeps.schema import foreign_store as _foreign
 from jaxblock.training.files import replace_bytes
 
 FILE, STATES = "sweep.sqlite", "states"
@@ -396,15 +397,4 @@ def _add_event(sql: sqlite3.Cursor, kind: str, sentence: str, runs: Sequence[str
     sql.execute(
         "INSERT INTO events (time, kind, sentence, runs) VALUES (?, ?, ?, ?)",
         (now(), kind, sentence, json.dumps(list(runs))),
-    )
-
-
-def _foreign(folder: Path, version: int) -> str:
-    if not version:
-        return (
-            f"the sweep in {str(folder)!r} has no plan yet: it is just beginning, or was ended while it began"
-        )
-    return (
-        f"the sweep in {str(folder)!r} has version {version} of the store and this jaxblock reads version "
-        f"{SCHEMA_VERSION}; use the jaxblock that made it, or another --store"
     )
