@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 def environment(devices: int) -> dict[str, str]:
     """Return this process's environment with so many CPU devices, and programs that are compiled fast."""
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"  # conftest.py's
     return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
 
 

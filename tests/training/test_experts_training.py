@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from jaxblock.training.objectives import balance_weight, evaluation_loss, langua
 from jaxblock.training.optimizer import make_optimizer, optimizer_table
 from jaxblock.training.optimizer.roles import decay_rates, rate_factors
 from jaxblock.training.step import make_step
+from tests.simulated_devices import environment
 from tests.small import built, config, tokens
 from tests.small_training import state_of, training
 from tests.training.optimizer_reference import flattened, nested
@@ -200,10 +200,9 @@ print(json.dumps({
 @pytest.mark.parametrize("experts", ["dropless(experts=3)", "capacity(experts=3, factor=0.5)"])
 def test_eight_devices_give_the_loss_and_gradient_of_one(experts):
     """Balance is global in every form, as it is a mean of the rows' own. Only a capacity keeps rows where they are."""
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     run = subprocess.run(
         [sys.executable, "-c", EIGHT_DEVICES, experts],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env=environment(8),
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
