@@ -4,6 +4,7 @@ import json
 import warnings
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,6 +12,8 @@ from jaxblock.choices import parse_choice
 from jaxblock.cli import main
 from jaxblock.cli.arguments import one_line, refuse
 from jaxblock.contracts import check_file_name
+from jaxblock.parallel import memory
+from jaxblock.training import loop
 from jaxblock.training.baseline import MOST_VOCAB
 from jaxblock.training.labelled import load_labelled
 from jaxblock.training.run_folder import RunError, RunFolder
@@ -140,6 +143,34 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_no_folder(here, caps
     assert told == 2
     assert "token id 999" in capsys.readouterr().err
     assert not (here / "new").exists()
+
+
+def test_a_step_that_does_not_fit_is_refused_when_it_is_compiled(here, capsys, monkeypatch):
+    """Exact, from the compiled program; the control has room, and trains."""
+    text, told = write_text(here / "fox.jsonl"), []
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "device_bytes", lambda: told.append(1) or 1000)
+        assert main(["train", *SHORT, "--data.path", str(text), "--run.dir=new/run"]) == 2
+    assert told
+    needed = capsys.readouterr().err.splitlines()[-1]
+    assert needed.startswith("jaxblock: the compiled step needs ")
+    assert "execution.remat" in needed
+    assert not (here / "new").exists()
+    monkeypatch.setattr(memory, "device_bytes", lambda: 2**40)
+    assert main(["train", *SHORT, "--data.path", str(text), "--run.dir=new/run", "--run.steps=1"]) == 0
+
+
+def test_memory_that_runs_out_in_a_step_is_said(here, capsys, monkeypatch):
+    def no_room(*_):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."
+        )
+
+    text = write_text(here / "fox.jsonl")
+    monkeypatch.setattr(loop._Loop, "_flush", no_room)
+    assert main(["train", *SHORT, "--data.path", str(text), "--run.dir=run"]) == 1
+    assert "memory ran out: RESOURCE_EXHAUSTED" in capsys.readouterr().err
+    assert (here / "run" / "config.toml").exists()
 
 
 def test_control_a_run_that_has_begun_keeps_its_folder(tmp_path):

@@ -107,6 +107,9 @@ def _run(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> int:
         folder.discard_unstarted()
         return refuse(error)
     except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            print(f"jaxblock: memory ran out: {' '.join(str(error).split())[:300]}; {again}", file=sys.stderr)
+            return FAILED
         if not processes.several():
             raise
         print(

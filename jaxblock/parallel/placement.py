@@ -8,7 +8,7 @@ A trainer asks for a placement and knows no device. Whatever the placement, the 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -219,11 +219,21 @@ class Mapped(OneDevice):
         """Return the mapped step, compiled; it takes a batch with all its rows in one axis, and keeps the state."""
         stacked = stack_rows(batch, self.devices, pieces=self._pieces)
         program = pmap_program(step, self.devices).lower(state, stacked, key).compile()
+        return _MappedProgram(program, self.devices, self._pieces)
 
-        def run(state: Any, batch: Any, key: Array) -> Any:
-            return program(state, stack_rows(batch, self.devices, pieces=self._pieces), key)
 
-        return run
+class _MappedProgram(NamedTuple):
+    """A compiled program over stacked rows, called with all rows in one axis."""
+
+    program: Any
+    devices: int
+    pieces: int
+
+    def __call__(self, state: Any, batch: Any, key: Array) -> Any:
+        return self.program(state, stack_rows(batch, self.devices, pieces=self.pieces), key)
+
+    def memory_analysis(self) -> Any:
+        return self.program.memory_analysis()
 
 
 def _put(x: Array, sharding: NamedSharding) -> Array:

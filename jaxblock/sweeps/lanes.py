@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxblock.accounting import tree_bytes
 from jaxblock.modules.intermediates import recorded_branches
+from jaxblock.parallel.memory import program_bytes
 from jaxblock.probes import open_taps
 from jaxblock.probes import stream_profile as observed_profile
 from jaxblock.training.config import TrainConfig
@@ -89,11 +90,7 @@ class LaneProgram:
 
         0 where the backend does not say.
         """
-        found = self._compiled(steps).memory_analysis()
-        if found is None:
-            return 0
-        parts = (found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes)
-        return sum(parts) - found.alias_size_in_bytes
+        return program_bytes(self._compiled(steps))
 
     def scores(self, params: Params) -> Score:
         """Return the sums of every validation batch, [batches, lanes]."""

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxblock.parallel.memory import device_bytes
 from jaxblock.sweeps.environment import describe_device
 from jaxblock.sweeps.identity import code_fingerprint, program_key, run_id
 from jaxblock.sweeps.lanes import Lane, LaneProgram, least_bytes
@@ -31,7 +32,7 @@ from jaxblock.sweeps.store import Store
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.config_file import build_config
 from jaxblock.training.host_memory import keep_freed_memory
-from jaxblock.training.prepare import TASKS, device_bytes
+from jaxblock.training.prepare import TASKS
 from jaxblock.training.probing import plain
 from jaxblock.training.step import StepMetrics, TrainState
 from jaxblock.training.task import Task

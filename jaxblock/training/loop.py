@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxblock.parallel import Placement, processes
+from jaxblock.parallel.memory import check_program
 from jaxblock.training.bad_steps import BadStep, answer_of, bad_step_row, exceeded, locate
 from jaxblock.training.checkpoint import Checkpoints
 from jaxblock.training.guard import GOOD, NAMES, pass_over
@@ -232,7 +233,12 @@ class _Loop:
             step = probed_step_of(task, config, probing)
         else:
             step = make_step(task.model, config, task.loss, rows_axis=self.placement.rows_axis)
-        return self.placement.compile(step, state, self.placement.batch(task.train, 0), key)
+        program = self.placement.compile(step, state, self.placement.batch(task.train, 0), key)
+        try:
+            check_program(program)
+        except ValueError as error:  # exact, and only known now: before the first step nothing is lost
+            raise RunError(str(error)) from error
+        return program
 
     def _flush(self, started: float) -> BadStep | None:
         """Write the pending steps' metrics; return the first bad one, where there is one."""

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxblock.parallel import Mapped, OneDevice, OnMesh, Placement, mesh_shape
+from jaxblock.parallel.memory import device_bytes
 from jaxblock.training.classifier_task import classifier_task
 from jaxblock.training.config import TrainConfig
 from jaxblock.training.language_task import language_task
@@ -168,11 +168,3 @@ def _check_batch(config: TrainConfig) -> None:
             f"data.batch is {config.data.batch} and model.context is {config.model.context}: {tokens:,} tokens are "
             f"more than the {available / 2**30:,.1f} GiB of the device hold"
         )
-
-
-def device_bytes() -> int | None:
-    """Return the memory of the first device, of the machine for a CPU; None where it is not known."""
-    available = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    if available is None and hasattr(os, "sysconf"):  # a CPU has no limit of its own
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return available
