@@ -1,10 +1,14 @@
 """Plans small enough to run in seconds, shared by the tests of the sweeps."""
 
+import contextlib
 import copy
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxblock.sweeps.plan import Plan, build_plan
+from jaxblock.sweeps.store import Store
 
 VALUES: dict[str, Any] = {
     "sweep": {"name": "small", "chunk": 4, "extend": 0},
@@ -42,3 +46,21 @@ def values(folder: Path, **changes: dict[str, Any]) -> dict[str, Any]:
 
 def plan(folder: Path, **changes: dict[str, Any]) -> Plan:
     return build_plan(values(folder, **changes))
+
+
+def when_saved(folder: Path, *, after_step: int, then: Callable[[int], None]) -> None:
+    """Call `then` with the worker of a program that has saved so many steps; give up after three minutes."""
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        try:
+            store = Store.open(folder)
+        except ValueError:  # not there yet
+            continue
+        with contextlib.closing(store):
+            rows = store._rows(
+                "SELECT worker FROM programs WHERE state = 'running' AND step >= ?", after_step
+            )
+        if rows:
+            then(rows[0][0])
+            return

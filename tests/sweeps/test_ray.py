@@ -16,9 +16,9 @@ from jaxblock.cli import main
 from jaxblock.sweeps.ray_crew import check_address
 from jaxblock.sweeps.reading import read_sweep
 from jaxblock.sweeps.runner import prepare_sweep, run_sweep
-from jaxblock.sweeps.store import STATES, Store
+from jaxblock.sweeps.store import STATES
 from tests.simulated_devices import ROOT
-from tests.sweeps.small_sweeps import plan, values
+from tests.sweeps.small_sweeps import plan, values, when_saved
 
 with_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is an extra, and has no wheels for every Python"
@@ -102,30 +102,12 @@ def workers():
     return found
 
 
-def when_saved(folder, *, after_step, then):
-    """Call `then` once a program has saved so many steps; give up after three minutes."""
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        try:
-            store = Store.open(folder)
-        except ValueError:  # not there yet
-            continue
-        with contextlib.closing(store):
-            rows = store._rows(
-                "SELECT number FROM programs WHERE state = 'running' AND step >= ?", after_step
-            )
-        if rows:
-            then()
-            return
-
-
 @with_ray
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
 def test_a_cluster_finds_what_one_machine_finds_though_a_worker_is_killed(expected, tmp_path):
     made, found = expected
 
-    def kill():
+    def kill(_):
         os.kill(workers()[0], signal.SIGKILL)
 
     folder = tmp_path / "store"
@@ -150,7 +132,7 @@ def test_the_same_command_goes_on_after_its_end(expected, tmp_path, number):
     command = [sys.executable, "-m", "jaxblock.cli", "sweep", str(tmp_path / "plan.toml")]
     command += ["--ray", "local", "--store", str(tmp_path / "store")]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    when_saved(tmp_path / "store", after_step=4, then=lambda: process.send_signal(number))
+    when_saved(tmp_path / "store", after_step=4, then=lambda _: process.send_signal(number))
     assert process.wait(timeout=120) == (143 if number == signal.SIGTERM else -number)
     deadline = time.monotonic() + 60
     while workers() and time.monotonic() < deadline:

@@ -14,8 +14,8 @@ from jaxblock.sweeps.crew import SweepError
 from jaxblock.sweeps.reading import read_sweep
 from jaxblock.sweeps.report import write_report
 from jaxblock.sweeps.runner import prepare_sweep, run_sweep
-from jaxblock.sweeps.store import STATES, Store
-from tests.sweeps.small_sweeps import plan
+from jaxblock.sweeps.store import STATES
+from tests.sweeps.small_sweeps import plan, when_saved
 
 
 def run(made, folder, **options):
@@ -28,20 +28,8 @@ def figures(folder):
     return [{name: getattr(result, name) for name in names} for result in read_sweep(folder).results]
 
 
-def kill_worker(folder, *, after_step):
-    """Kill the worker of the first program that has saved so many steps; give up after two minutes."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        try:
-            store = Store.open(folder)
-        except ValueError:  # not there yet
-            continue
-        rows = store._rows("SELECT worker FROM programs WHERE state = 'running' AND step >= ?", after_step)
-        store.close()
-        if rows:
-            os.kill(rows[0][0], signal.SIGKILL)
-            return
+def kill(worker):
+    os.kill(worker, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +47,9 @@ def eventful(tmp_path_factory):
         "run": {"steps": 60},
     }
     made = plan(folder, **changes)
-    killer = threading.Thread(target=kill_worker, args=(folder / "store",), kwargs={"after_step": 2})
+    killer = threading.Thread(
+        target=when_saved, args=(folder / "store",), kwargs={"after_step": 2, "then": kill}
+    )
     killer.start()
     assert run(made, folder / "store") == 0
     killer.join()
