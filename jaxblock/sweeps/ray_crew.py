@@ -28,6 +28,10 @@ from jaxblock.training.host_memory import keep_freed_memory
 LOCAL, AUTO = "local", "auto"
 _PATIENCE = 10.0
 """Seconds in which a cluster answers."""
+_SETTINGS = b"\x04"
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0\0\0\0\0"
+"""What both ends of HTTP/2 begin with: a client these bytes, a server a frame whose fourth byte is its type, SETTINGS
+(RFC 9113, sections 3.4 and 4.1)."""
 _FORWARDED = ("JAX_", "XLA_", "LIBTPU_", "TF_CPP_", "NVIDIA_", "NCCL_")
 """Beginnings of the environment's variables that workers are given: what decides which numbers come out."""
 
@@ -57,7 +61,10 @@ class Cluster:
                 ray.init(address, logging_level="ERROR", log_to_driver=False, **own)
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"--ray is {address!r}, and no cluster answers there: {reason}") from error
+            raise ValueError(
+                f"--ray is {address!r}, and no cluster answers there: {reason} (one started with a token "
+                "wants RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN here)"
+            ) from error
         for number, handler in handlers.items():  # Ray takes them; they are the runner's
             signal.signal(number, handler)
 
@@ -117,7 +124,7 @@ class RayCrew:
         # A process that has trained keeps its device and its memory: each worker has one of its own.
         task = self._ray.remote(max_retries=0, max_calls=1, runtime_env=_environment(), **needs)(_work)
         self._started += 1
-        self._workers[task.remote(self._owner, self._started)] = self._started
+        self._workers[task.remote(self._owner, self._started, os.getcwd())] = self._started
 
     def _end_of(self, worker: Any) -> str | None:
         """Return what happened to a worker that ended, or None where it ended because no program waits.
@@ -156,26 +163,62 @@ class _Owner:
         return answer(self._store, method, arguments, named)
 
 
-def _work(owner: Any, number: int) -> None:
-    """Train programs until none waits, in a process of a Ray cluster."""
+def _work(owner: Any, number: int, folder: str) -> None:
+    """Train programs until none waits, in a process of a Ray cluster; `folder` is where the sweep's command runs."""
     ray = importlib.import_module("ray")
+    if os.path.isdir(
+        folder
+    ):  # a plan's relative paths begin there; Ray's processes stand where Ray was started
+        os.chdir(folder)
     keep_freed_memory()
-    work(remote_ledger(lambda *question: ray.get(owner.answer.remote(*question))), number)
+    ledger = remote_ledger(lambda *question: ray.get(owner.answer.remote(*question)))
+    work(ledger, number, sharing=_sharing(ray))
+
+
+def _sharing(ray: Any) -> int:
+    """Return how many workers may have the memory of this one's device: its GPU is its own, its machine is not."""
+    if ray.get_gpu_ids():
+        return 1
+    here = ray.get_runtime_context().get_node_id()
+    cores = next(node["Resources"]["CPU"] for node in ray.nodes() if node["NodeID"] == here)
+    return max(int(cores), 1)
 
 
 def check_address(address: str) -> None:
-    """Raise ValueError unless it is local, auto, or HOST:PORT where something listens."""
+    """Raise ValueError unless it is local, auto, or HOST:PORT where the head of a cluster may listen.
+
+    Ray itself would wait for minutes for one that does not answer.
+    """
+    named = f"--ray is {address!r}"
+    if address == AUTO and (known := os.environ.get("RAY_ADDRESS", AUTO)) != AUTO:
+        named, address = f"--ray is {address!r} and RAY_ADDRESS {known!r}", known
     if address in (LOCAL, AUTO):
         return
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(
-            f"--ray is {address!r}; it must be {LOCAL}, {AUTO}, or HOST:PORT of the cluster's head, as in 10.0.0.1:6379"
+            f"{named}; it must be {LOCAL}, {AUTO}, or HOST:PORT of the cluster's head, as in 10.0.0.1:6379"
         )
     try:
-        socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
+        connection = socket.create_connection((host, int(port)), timeout=_PATIENCE)
     except OSError as error:
-        raise ValueError(f"--ray is {address!r}, and nothing listens there: {error}") from error
+        raise ValueError(f"{named}, and nothing listens there: {error}") from error
+    with connection:
+        if not _is_head(connection):
+            raise ValueError(f"{named}, and what listens there is not the head of a Ray cluster")
+
+
+def _is_head(connection: socket.socket) -> bool:
+    """Return whether HTTP/2 is spoken at the other end, as gRPC does; a cluster with TLS is not asked."""
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return True
+    try:
+        connection.sendall(_PREFACE)
+        with connection.makefile("rb") as heard:
+            frame = heard.read(9)
+    except OSError:
+        return False
+    return frame[3:4] == _SETTINGS
 
 
 def _environment() -> dict[str, Any]:

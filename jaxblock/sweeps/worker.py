@@ -45,8 +45,8 @@ class TooLargeError(Exception):
 class Job:
     """One program being trained."""
 
-    def __init__(self, store: Ledger, sweep: SweepConfig, program: Program):
-        self.store, self.sweep, self.program = store, sweep, program
+    def __init__(self, store: Ledger, sweep: SweepConfig, program: Program, *, sharing: int):
+        self.store, self.sweep, self.program, self.sharing = store, sweep, program, sharing
         self.configs = [build_config(store.config(run)) for run in program.runs]
         self.config: TrainConfig = self.configs[0]
         self.task: Task = TASKS[self.config.run.task_choice.name](self.config)
@@ -68,7 +68,7 @@ class Job:
         Raises:
           TooLargeError: it does not fit in the worker's memory.
         """
-        limit = memory_limit(self.sweep)
+        limit = memory_limit(self.sweep, sharing=self.sharing)
         self._check_estimate(limit)
         begin = time.perf_counter()
         # The last chunk may be a shorter one: compiled now, or its seconds would be taken for training.
@@ -214,16 +214,21 @@ def uniform_loss(task: Task, config: TrainConfig) -> float:
     return float(np.log(len(classes) if classes else config.model.vocab_size))
 
 
-def memory_limit(sweep: SweepConfig) -> float:
-    """Return the bytes one worker may use; infinite where neither plan nor device says."""
+def memory_limit(sweep: SweepConfig, *, sharing: int) -> float:
+    """Return the bytes one of `sharing` workers on a device may use; infinite where neither plan nor device says."""
     if sweep.memory_gib is not None:
         return sweep.memory_gib * 2**30 / sweep.workers
     available = device_bytes()
-    return math.inf if available is None else 0.8 * available / sweep.workers
+    return math.inf if available is None else 0.8 * available / sharing
 
 
-def work(store: Ledger, worker: int) -> None:
-    """Train programs until none waits; `worker` is the number this one claims them by.
+def work(store: Ledger, worker: int, *, sharing: int | None = None) -> None:
+    """Train programs until none waits.
+
+    Args:
+      store: where programs wait.
+      worker: the number this worker claims them by.
+      sharing: how many workers, this one too, may have the memory of its device; None for all of the sweep's.
 
     Raises:
       ValueError: the code on this machine is not the sweep's.
@@ -232,10 +237,11 @@ def work(store: Ledger, worker: int) -> None:
     if code_fingerprint() != facts["environment"]["code"]:
         raise ValueError(f"jaxblock on {platform.node()} is not the code the sweep was started with")
     sweep = SweepConfig.model_validate(plan["sweep"])
+    sharing = sweep.workers if sharing is None else min(sharing, sweep.workers)
     keep_freed_memory()
     while (program := store.claim(worker)) is not None:
         try:
-            Job(store, sweep, program).train()
+            Job(store, sweep, program, sharing=sharing).train()
         except TooLargeError as error:
             _answer_too_large(store, program, str(error))
         except jax.errors.JaxRuntimeError as error:

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 import tomli_w
 
 from jaxblock.cli import main
+from jaxblock.sweeps import ray_crew
 from jaxblock.sweeps.ray_crew import check_address
 from jaxblock.sweeps.reading import read_sweep
 from jaxblock.sweeps.runner import prepare_sweep, run_sweep
@@ -37,6 +39,44 @@ with_ray = pytest.mark.skipif(
 def test_an_address_without_a_cluster_is_refused(address, words):
     with pytest.raises(ValueError, match=words):
         check_address(address)
+
+
+@pytest.fixture
+def listener():
+    """A port, and what to say to the first who calls there."""
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+
+        def speak(words):
+            def accept():
+                connection = stack.enter_context(server.accept()[0])
+                connection.sendall(words)
+
+            threading.Thread(target=accept, daemon=True).start()
+            return f"127.0.0.1:{server.getsockname()[1]}"
+
+        yield speak
+
+
+@pytest.mark.parametrize("words", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_port_where_something_else_listens_is_refused_in_time(listener, monkeypatch, words):
+    monkeypatch.setattr(ray_crew, "_PATIENCE", 0.2)
+    address = listener(words)
+    with pytest.raises(ValueError, match="is not the head of a Ray cluster"):
+        check_address(address)
+
+
+def test_a_head_that_answers_is_not_refused(listener):
+    """The control: the frame that a head of Ray was seen to send."""
+    check_address(listener(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00"))
+
+
+def test_auto_is_where_the_environment_says_and_names_it(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"RAY_ADDRESS .*, and nothing listens there"):
+        check_address("auto")
+    check_address("local")  # which is not asked for it
+    monkeypatch.delenv("RAY_ADDRESS")
+    check_address("auto")
 
 
 @pytest.fixture
