@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import tomli_w
 
 from jaxblock.cli import main
-from jaxblock.sweeps import ray_crew
+from jaxblock.sweeps import ray_crew, worker
+from jaxblock.sweeps.plan import SweepConfig
 from jaxblock.sweeps.ray_crew import check_address
 from jaxblock.sweeps.reading import read_sweep
 from jaxblock.sweeps.runner import prepare_sweep, run_sweep
@@ -102,6 +104,34 @@ def test_a_local_sweep_does_not_load_ray():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+class Machine:
+    """What a worker's process asks Ray of itself, where its machine has `cores` and it has `gpus`."""
+
+    def __init__(self, *, cores, gpus):
+        self._cores, self._gpus = cores, gpus
+
+    def get_gpu_ids(self):
+        return self._gpus
+
+    def get_runtime_context(self):
+        return types.SimpleNamespace(get_node_id=lambda: "here")
+
+    def nodes(self):
+        there = {"NodeID": "there", "Resources": {"CPU": 64.0, "GPU": 8.0}}
+        return [there, {"NodeID": "here", "Resources": {"CPU": self._cores}}]
+
+
+def test_a_gpu_is_its_workers_own_and_a_machines_memory_its_cores(monkeypatch):
+    assert ray_crew._sharing(Machine(cores=4.0, gpus=[3])) == 1
+    assert ray_crew._sharing(Machine(cores=4.0, gpus=[])) == 4
+    monkeypatch.setattr(worker, "device_bytes", lambda: 1000)
+    sweep = SweepConfig(name="memory", workers=8)
+    assert worker.memory_limit(sweep, sharing=1) == 800  # of a GPU of its own, not an eighth
+    assert worker.memory_limit(sweep, sharing=8) == 100
+    given = sweep.model_copy(update={"memory_gib": 8.0})
+    assert worker.memory_limit(given, sharing=1) == 2**30  # what a plan gives is for all workers
+
+
 # On a cluster of this machine -------------------------------------------------------------------------------
 
 PLAN = {"sweep": {"chunk": 2, "workers": 2}, "run": {"steps": 60}, "axes": {"model.width": [8, 16]}}
@@ -132,23 +162,25 @@ def on_ray(made, folder):
         return run_sweep(prepare_sweep(made), folder, make_crew=cluster.crew)
 
 
-def workers():
-    """The processes of Ray's workers that run our task."""
+def workers(folder):
+    """The processes of Ray's workers that run our task for a command in `folder`, where they stand too."""
     found = []
     for process in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{process}/cmdline", "rb") as file:
-            if b"ray::" in (line := file.read()) and b"_work" in line:
+            ours = os.readlink(f"/proc/{process}/cwd") == str(folder.resolve())
+            if ours and b"ray::" in (line := file.read()) and b"_work" in line:
                 found.append(int(process))
     return found
 
 
 @with_ray
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
-def test_a_cluster_finds_what_one_machine_finds_though_a_worker_is_killed(expected, tmp_path):
+def test_a_cluster_finds_what_one_machine_finds_though_a_worker_is_killed(expected, tmp_path, monkeypatch):
     made, found = expected
+    monkeypatch.chdir(tmp_path)
 
     def kill(_):
-        os.kill(workers()[0], signal.SIGKILL)
+        os.kill(workers(tmp_path)[0], signal.SIGKILL)
 
     folder = tmp_path / "store"
     killer = threading.Thread(target=when_saved, args=(folder,), kwargs={"after_step": 4, "then": kill})
@@ -171,13 +203,13 @@ def test_the_same_command_goes_on_after_its_end(expected, tmp_path, number):
     (tmp_path / "plan.toml").write_text(tomli_w.dumps(made.values()), encoding="utf-8")
     command = [sys.executable, "-m", "jaxblock.cli", "sweep", str(tmp_path / "plan.toml")]
     command += ["--ray", "local", "--store", str(tmp_path / "store")]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
     when_saved(tmp_path / "store", after_step=4, then=lambda _: process.send_signal(number))
     assert process.wait(timeout=120) == (143 if number == signal.SIGTERM else -number)
     deadline = time.monotonic() + 60
-    while workers() and time.monotonic() < deadline:
+    while workers(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert workers() == []
+    assert workers(tmp_path) == []
     before = [result["steps"] for result in figures(tmp_path / "store")]
     assert sum(before) < sum(result["steps"] for result in found)
     assert run_sweep(prepare_sweep(made), tmp_path / "store") == 0
