@@ -99,6 +99,7 @@ def test_without_ray_a_sentence_says_so_and_nothing_is_written(plan_file, monkey
     assert not (plan_file.parent / "sweeps").exists()
 
 
+@pytest.mark.full
 def test_a_local_sweep_does_not_load_ray():
     code = "import sys, jaxblock.sweeps.runner, jaxblock.sweeps.ray_crew; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
