@@ -22,7 +22,7 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 import jax
 import pytest
 
-gc.set_threshold(200_000, 50, 1000)
+gc.set_threshold(100_000, 20, 10)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
