@@ -375,6 +375,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     """Return a file's rows; a last line that a kill cut short is left out."""
     if not path.exists():
         return []
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is not a file; a run's rows stand in one")
     lines = path.read_bytes().split(b"\n")[:-1]
     try:
         rows = [json.loads(line) for line in lines if line]

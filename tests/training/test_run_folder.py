@@ -140,6 +140,10 @@ def test_a_damaged_line_of_metrics_is_named_and_a_cut_last_line_forgiven(folder)
         file.write('garbage\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl.* not JSON"):
         folder.read_metrics()
+    folder.metrics.unlink()
+    folder.metrics.mkdir()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl.* is not a file"):
+        folder.read_metrics()
 
 
 def test_one_process_at_a_time_holds_a_run(folder):
