@@ -73,19 +73,20 @@ def sweep(arguments: Sequence[str]) -> Action:
             )
             return 0
         try:
-            code = run_sweep(
-                prepared,
-                folder,
-                retry=command.retry,
-                make_crew=LocalCrew if cluster is None else cluster.crew,
-            )
+            with contextlib.redirect_stdout(sys.stderr):  # where Ray says on stdout that it lost a worker
+                code = run_sweep(
+                    prepared,
+                    folder,
+                    retry=command.retry,
+                    make_crew=LocalCrew if cluster is None else cluster.crew,
+                )
         except SweepError as error:
             print(f"jaxblock: {error}", file=sys.stderr)
             return FAILED
         finally:
             if cluster is not None:
                 cluster.close()
-        return _report(folder, code, as_json=command.json)
+        return _report(folder, code, as_json=command.json, ray=command.ray)
 
     return act
 
@@ -111,7 +112,7 @@ def _leave_the_accelerator() -> None:
         os.environ["JAX_PLATFORMS"] = given
 
 
-def _report(folder: Path, code: int, *, as_json: bool) -> int:
+def _report(folder: Path, code: int, *, as_json: bool, ray: str | None) -> int:
     """Write the report of what is there, and print what it says."""
     from jaxblock.cli.report import print_report
     from jaxblock.sweeps.reading import read_sweep
@@ -121,7 +122,8 @@ def _report(folder: Path, code: int, *, as_json: bool) -> int:
     elif as_json:
         print(json.dumps({"store": str(folder), "status": "interrupted"}))
     else:
-        print(f"interrupted; go on with: jaxblock sweep --store {folder}")
+        where = "" if ray is None else f" --ray {ray}"
+        print(f"interrupted; go on with: jaxblock sweep --store {folder}{where}")
     return code
 
 

@@ -74,6 +74,8 @@ def train(arguments: Sequence[str]) -> Action:
         prepared = prepare(config, continues=folder.has_checkpoint())
         if command.resume is not None:
             folder.check_data(prepared.task.facts)
+    processes.check_same("config", json.dumps(config.as_dict(), sort_keys=True))
+    processes.check_same("data", json.dumps(prepared.task.facts, sort_keys=True, default=str))
     with processes.together("cannot make the run's folder"):
         if command.resume is None:
             folder.create(config)
@@ -97,7 +99,7 @@ def _run(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> int:
     from jaxblock.training.run_folder import RunError, RunFilesError
     from jaxblock.training.token_files import DataError
 
-    again = f"continue with: jaxblock train --resume {folder.path}"
+    again = f"continue with: jaxblock train --resume {folder.path}{_in_all()}"
     try:
         code, summary = train(prepared, folder)
     except (RunFilesError, OSError, DataError) as error:  # a full disk, a folder or a shard that went away
@@ -126,11 +128,18 @@ def _run(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> int:
     return code
 
 
+def _in_all() -> str:
+    """Return what a command for one process leaves unsaid where there are several."""
+    from jaxblock.parallel import processes
+
+    return ", in every process as before, or in one alone" if processes.several() else ""
+
+
 def _report(run: Path, summary: Mapping[str, Any], sample: str) -> str:
     """Return what a person wants to know at the end of a run."""
     lines = [f"{summary['status']} after {summary['steps']} steps and {summary['wall_s']:.0f} s"]
     if summary["status"] == "interrupted":
-        lines.append(f"saved; continue with: jaxblock train --resume {run}")
+        lines.append(f"saved; continue with: jaxblock train --resume {run}{_in_all()}")
     if summary["bad_step"] is not None:
         lines.append(
             f"stopped by the guard at step {summary['bad_step']} (last row of metrics.jsonl); pass over bad steps "

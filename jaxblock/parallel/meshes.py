@@ -56,7 +56,8 @@ def mesh_shape(
     if data is None:
         if others > devices or devices % others:
             raise ValueError(
-                f"{words} take {others} devices, and there are {devices}: their product must divide the devices"
+                f"{words} take {others} devices, and there are {devices}: their product must divide the devices "
+                "(a run's own sizes stand in its config.toml; a flag such as --parallel.fsdp 1 changes them)"
             )
         data = devices // others
     shape = MeshShape(replica, data, fsdp, tensor)

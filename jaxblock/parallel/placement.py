@@ -144,7 +144,8 @@ class OnMesh:
         sizes = ", ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True) if size > 1)
         count = jax.process_count()
         processes = f" of {count} processes" if count > 1 else ""
-        self.words = f"{shape.devices} devices{processes}: {sizes}"
+        idle = "" if shape.devices == jax.device_count() else f" of {jax.device_count()}"
+        self.words = f"{shape.devices}{idle} devices{processes}: {sizes}"
         self._shardings: Any = None
 
     def like(self, state: StateT, params: Params) -> StateT:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 import traceback
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -140,6 +141,19 @@ def together(what: str) -> Iterator[None]:
         raise
     if largest(0):
         raise ValueError(f"another process {what}; it says why")
+
+
+def check_same(what: str, words: str) -> None:
+    """Raise ValueError, in every process, unless all give the same words; every process must ask.
+
+    Args:
+      what: what the words describe, as in "config".
+    """
+    own = zlib.crc32(words.encode()) >> 1  # 31 bits
+    differs = own != of_main(own)
+    if largest(differs):
+        where = "this process has another" if differs else "another process has another"
+        raise ValueError(f"{where} {what} than process 0; all must be given the same")
 
 
 def meet(name: str) -> None:

@@ -155,6 +155,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     where = f"checkpoint {folder.name} in {str(folder.parent)!r}"
     try:
+        if not (folder / MANIFEST).is_file():  # a pipe would be waited for
+            raise FileNotFoundError
         found = json.loads((folder / MANIFEST).read_bytes())
         content = found["content"]
         whole = isinstance(content, dict) and found["crc32"] == _content_digest(content)

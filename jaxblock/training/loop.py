@@ -64,6 +64,8 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
     ):
         begun = begin(prepared, checkpoints, writes=folder.writes)
         done, parameters = int(begun.state.step), sum(map(jnp.size, jax.tree.leaves(begun.state.params)))
+        if done and not folder.read_metrics():
+            begun.notes.append(f"{folder.metrics} is not there: the rows up to step {done} are lost")
         folder.start_metrics(config, task.facts, after=done, skipped=int(begun.state.skipped))
         probing = prepared.probing
         folder.start_probes(None if probing is None else start_row(probing, config), after=done)
@@ -95,6 +97,7 @@ def train(prepared: Prepared, folder: RunFolder) -> tuple[int, dict[str, Any]]:
             **loop.seconds.report(),
             **loop.utilisation(),
             "params": parameters,
+            "placement": prepared.placement.words,
             "notes": [*begun.notes, *watch.notes],  # closing a watcher can fail too
         }
         weights = prepared.placement.readable(averaged_weights(state))

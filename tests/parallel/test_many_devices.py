@@ -173,14 +173,15 @@ def test_processes_go_on_from_one_devices_checkpoint_and_pass_over_a_damaged_one
     assert [row["step"] for row in rows(moved) if "loss" in row] == list(range(1, 11))
 
 
-def test_what_one_process_refuses_ends_all(tmp_path):
+def refusals(folder: Path, *flags: tuple[str, str]) -> list[str]:
+    """Run a process for each pair of words, all of one run that is refused; return what they say."""
     port, started = free_port(), []
-    for index, width in enumerate(("16", "15")):
+    for index, words in enumerate(flags):
         command = [sys.executable, "-m", "jaxblock.cli", "train", "--coordinator", f"127.0.0.1:{port}"]
-        command += ["--processes", "2", "--process", str(index), "--run.dir", str(tmp_path / "run")]
+        command += ["--processes", str(len(flags)), "--process", str(index), "--run.dir", str(folder)]
         started.append(
             subprocess.Popen(
-                [*command, "--model.width", width],
+                [*command, *words],
                 env=environment(1),
                 cwd=ROOT,
                 stdout=subprocess.DEVNULL,
@@ -188,8 +189,21 @@ def test_what_one_process_refuses_ends_all(tmp_path):
                 text=True,
             )
         )
-    words = [process.communicate(timeout=200)[1] for process in started]
-    assert [process.returncode for process in started] == [2, 2]
-    assert "another process cannot start the run" in words[0]
-    assert "model.width is 15" in words[1]
-    assert not (tmp_path / "run").exists()
+    said = [process.communicate(timeout=200)[1] for process in started]
+    assert [process.returncode for process in started] == [2] * len(flags)
+    assert not folder.exists()
+    return said
+
+
+def test_what_one_process_refuses_ends_all(tmp_path):
+    said = refusals(tmp_path / "run", ("--model.width", "16"), ("--model.width", "15"))
+    assert "another process cannot start the run" in said[0]
+    assert "model.width is 15" in said[1]
+
+
+def test_processes_of_different_configs_do_not_train_together(tmp_path):
+    """Each good by itself. Their losses would be of neither."""
+    rates = [("--optimizer.learning_rate", rate) for rate in ("0.001", "0.002")]
+    said = refusals(tmp_path / "run", *rates)
+    assert "another process has another config than process 0" in said[0]
+    assert "this process has another config than process 0" in said[1]

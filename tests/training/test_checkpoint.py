@@ -324,6 +324,15 @@ def test_a_harmed_manifest_is_damage_and_never_another_model(tmp_path, run_of_tw
     assert_same(Checkpoints(run / "checkpoints").load(2, parts(2)), parts(2))
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+def test_a_pipe_in_a_manifests_place_is_damage_and_not_waited_for(tmp_path, run_of_two):
+    run = shutil.copytree(run_of_two, tmp_path / "run")
+    (run / "checkpoints" / "2" / "manifest.json").unlink()
+    os.mkfifo(run / "checkpoints" / "2" / "manifest.json")
+    with pytest.raises(CheckpointDamaged, match=r"manifest\.json is missing"):
+        Checkpoints(run / "checkpoints").load(2, parts(2))
+
+
 def test_missing_folders_are_damage(tmp_path, run_of_two):
     run = shutil.copytree(run_of_two, tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / "2" / "arrays")

@@ -162,6 +162,19 @@ def test_b91_a_folder_that_takes_no_more_checkpoints_ends_the_run(text, tmp_path
     assert sorted(int(path.name) for path in (run / "checkpoints").iterdir()) == [4, 6]
 
 
+def test_a_run_whose_rows_are_gone_goes_on_and_says_so(text, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    with shared_programs(tmp_path / "programs"):
+        with monkeypatch.context() as patch:
+            at_step(patch, 4, signalled(signal.SIGTERM))
+            assert train(text, run) == 143
+        (run / "metrics.jsonl").unlink()
+        capsys.readouterr()
+        assert resume(run) == 0
+    assert "metrics.jsonl is not there: the rows up to step" in capsys.readouterr().err
+    assert any("is not there" in note for note in summary(run)["notes"])
+
+
 def test_b98_a_new_run_in_the_folder_of_another_is_refused_at_its_start(unbroken, text, tmp_path, capsys):
     """The control, a folder of its own where the same run saves, is B94's."""
     old, flags = tmp_path / "old", ["--run.steps", "10", "--run.checkpoint_every", "5"]

@@ -82,7 +82,8 @@ class DataConfig(Section):
     def _check_mixture(self) -> None:
         if self.mixture and self.path is not None:
             raise ValueError(
-                f"data.path is {self.path!r} and data.mixture names others; one of them must be left out"
+                f"data.path is {self.path!r} and data.mixture names others; one of them must be left out "
+                "(as a flag: --data.path none)"
             )
         names: dict[str, str] = {}
         for name, weight in self.mixture.items():
