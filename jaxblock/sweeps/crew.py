@@ -13,7 +13,7 @@ from jaxblock.sweeps.outcomes import Outcome
 from jaxblock.sweeps.plan import SweepConfig
 from jaxblock.sweeps.schema import Program
 from jaxblock.sweeps.store import Store
-from jaxblock.sweeps.worker import fail
+from jaxblock.sweeps.worker import REFUSED, fail
 
 
 class SweepError(Exception):
@@ -31,7 +31,7 @@ class Crew(Protocol):
         """Look after the workers; return whether any is left.
 
         Raises:
-          SweepError: workers die before they have a program.
+          SweepError: workers die before they have a program, or have not the sweep's code or data.
         """
         ...
 
@@ -81,6 +81,10 @@ class LocalCrew:
     def _bury(self, worker: subprocess.Popen) -> None:
         """Settle what a dead worker left behind."""
         program, code = self._store.claimed_by(worker.pid), worker.returncode
+        if code == REFUSED:
+            raise SweepError(
+                "a worker found other code or data than the sweep was started with; it said which"
+            )
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
         if program is not None:
             settle(self._store, self._sweep, program, how, say=self._say)

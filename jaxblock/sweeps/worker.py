@@ -13,6 +13,7 @@ import platform
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,22 @@ from jaxblock.training.host_memory import keep_freed_memory
 from jaxblock.training.prepare import TASKS
 from jaxblock.training.probing import plain
 from jaxblock.training.step import StepMetrics, TrainState
+from jaxblock.training.summary import versions
 from jaxblock.training.task import Task
+
+REFUSED = 2
+"""Exit code of a worker whose machine is not the sweep's."""
 
 
 class TooLargeError(Exception):
     """A program does not fit in memory."""
+
+
+class OtherMachineError(Exception):
+    """This machine has not the sweep's code or data; a sentence that names it.
+
+    No run has failed: were it one, a machine that refuses at once would use up what others are still to train.
+    """
 
 
 class Job:
@@ -49,7 +61,7 @@ class Job:
         self.store, self.sweep, self.program, self.sharing = store, sweep, program, sharing
         self.configs = [build_config(store.config(run)) for run in program.runs]
         self.config: TrainConfig = self.configs[0]
-        self.task: Task = TASKS[self.config.run.task_choice.name](self.config)
+        self.task: Task = _task(self.config)
         self.lanes = LaneProgram(self.task, self.config, [Lane.of(config) for config in self.configs])
         self.steps = self.config.run.steps
         self.chunk = min(sweep.chunk, self.steps)
@@ -58,8 +70,8 @@ class Job:
             raise ValueError(f"the runs of program {program.number} differ in more than their lanes may")
         data = self.task.facts["corpus_fingerprint"]
         if program.runs != tuple(run_id(config, data=data) for config in self.configs):
-            raise ValueError(
-                f"code or data on {platform.node()} are not those the sweep was started with; start it again"
+            raise OtherMachineError(
+                f"the data on {platform.node()} (fingerprint {data}) are not those the sweep was started with"
             )
 
     def train(self) -> None:
@@ -192,6 +204,28 @@ class Job:
         self.store.save_profiles(moment, profiles)
 
 
+def _check_code(started_with: Mapping[str, Any]) -> None:
+    """Raise OtherMachineError unless this machine has the code and the JAX that the sweep was started with."""
+    if code_fingerprint() != started_with["code"]:
+        raise OtherMachineError(f"jaxblock on {platform.node()} is not the code the sweep was started with")
+    here = versions()
+    for name in ("jax", "jaxlib"):
+        if here[name] != started_with[name]:
+            raise OtherMachineError(
+                f"{name} is {here[name]} on {platform.node()}, and the sweep was started with {started_with[name]}"
+            )
+
+
+def _task(config: TrainConfig) -> Task:
+    """Return a config's task; the runner has made the same one, so what is refused here is the machine."""
+    try:
+        return TASKS[config.run.task_choice.name](config)
+    except (ValueError, OSError, ImportError) as error:
+        raise OtherMachineError(
+            f"the data on {platform.node()} cannot be used: {_first_line(error)}"
+        ) from error
+
+
 def fail(store: Ledger, program: Program, outcome: Outcome, *, steps: int) -> None:
     """Give every run of a program the same outcome, without a loss."""
     result = {
@@ -231,11 +265,10 @@ def work(store: Ledger, worker: int, *, sharing: int | None = None) -> None:
       sharing: how many workers, this one too, may have the memory of its device; None for all of the sweep's.
 
     Raises:
-      ValueError: the code on this machine is not the sweep's.
+      OtherMachineError: code or data of this machine are not the sweep's; the program it had stays as it was.
     """
     _, plan, facts = store.newest_plan()
-    if code_fingerprint() != facts["environment"]["code"]:
-        raise ValueError(f"jaxblock on {platform.node()} is not the code the sweep was started with")
+    _check_code(facts["environment"])
     sweep = SweepConfig.model_validate(plan["sweep"])
     sharing = sweep.workers if sharing is None else min(sharing, sweep.workers)
     keep_freed_memory()
@@ -251,6 +284,8 @@ def work(store: Ledger, worker: int, *, sharing: int | None = None) -> None:
                 _answer_too_large(store, program, f"memory ran out: {_first_line(error)}")
         except MemoryError as error:
             _answer_too_large(store, program, f"memory ran out: {_first_line(error)}")
+        except OtherMachineError:
+            raise
         except Exception as error:
             _answer_error(store, sweep, program, error)
         jax.clear_caches()  # or every depth's programs would stay
@@ -309,4 +344,8 @@ def _end_with_the_runner() -> None:
 if __name__ == "__main__":
     _end_with_the_runner()
     with contextlib.closing(Store.open(Path(sys.argv[1]))) as own:
-        work(own, os.getpid())
+        try:
+            work(own, os.getpid())
+        except OtherMachineError as refusal:
+            print(f"jaxblock: {refusal}", file=sys.stderr)
+            sys.exit(REFUSED)

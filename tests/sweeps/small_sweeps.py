@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxblock.sweeps.ledger import Ledger, answer, remote_ledger
 from jaxblock.sweeps.plan import Plan, build_plan
 from jaxblock.sweeps.store import Store
 
@@ -46,6 +48,16 @@ def values(folder: Path, **changes: dict[str, Any]) -> dict[str, Any]:
 
 def plan(folder: Path, **changes: dict[str, Any]) -> Plan:
     return build_plan(values(folder, **changes))
+
+
+def through_bytes(store: Store) -> Ledger:
+    """A ledger whose questions and answers go as bytes, as between machines."""
+
+    def ask(method, arguments, named):
+        method, arguments, named = pickle.loads(pickle.dumps((method, arguments, named)))
+        return pickle.loads(pickle.dumps(answer(store, method, arguments, named)))
+
+    return remote_ledger(ask)
 
 
 def when_saved(folder: Path, *, after_step: int, then: Callable[[int], None]) -> None:

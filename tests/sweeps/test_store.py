@@ -1,17 +1,17 @@
 """The store: transactions that are whole or not there, results that stay, programs that are claimed once."""
 
-import pickle
 import sqlite3
 
 import numpy as np
 import pytest
 
-from jaxblock.sweeps.ledger import ASKED, answer, remote_ledger
+from jaxblock.sweeps.ledger import ASKED, answer
 from jaxblock.sweeps.outcomes import finished, stopped
 from jaxblock.sweeps.reading import thinned
 from jaxblock.sweeps.schema import Saved
 from jaxblock.sweeps.states import state_bytes, state_from
 from jaxblock.sweeps.store import FILE, Store
+from tests.sweeps.small_sweeps import through_bytes
 
 
 @pytest.fixture
@@ -156,16 +156,6 @@ def test_a_store_keeps_the_state_it_is_told_to(store):
 
 
 # Another machine's -----------------------------------------------------------------------------------------
-
-
-def through_bytes(store):
-    """A ledger whose questions and answers go as bytes, as between machines."""
-
-    def ask(method, arguments, named):
-        method, arguments, named = pickle.loads(pickle.dumps((method, arguments, named)))
-        return pickle.loads(pickle.dumps(answer(store, method, arguments, named)))
-
-    return remote_ledger(ask)
 
 
 def test_a_ledger_answers_as_the_store_does_and_only_what_a_worker_asks(store):
