@@ -96,6 +96,7 @@ class RayCrew:
         self._owner = owner.options(runtime_env=_environment()).remote(str(self._store.folder.absolute()))
         for _ in range(min(self._sweep.workers, len(self._store.programs()))):
             self._start()
+        self._tell_of_room()
         return self
 
     def __exit__(
@@ -108,6 +109,7 @@ class RayCrew:
 
     def is_at_work(self) -> bool:
         """Start another worker for each that died, or whose machine was lost."""
+        started = self._started
         ready, _ = self._ray.wait(list(self._workers), num_returns=len(self._workers), timeout=0)
         for worker in ready:
             number = self._workers.pop(worker)
@@ -116,7 +118,14 @@ class RayCrew:
                 self._bury(number, how)
                 if len(self._workers) < len(self._store.programs()):
                     self._start()
+        if self._started > started:
+            self._tell_of_room()
         return bool(self._workers)
+
+    def _tell_of_room(self) -> None:
+        """Say that no worker can begin; no refusal, as machines may still join, or be lost and come back."""
+        if self._ray.cluster_resources().get("CPU", 0) < 1:
+            self._say("no machine of the cluster has a core for a worker; waiting for one to join")
 
     def _start(self) -> None:
         accelerators = self._ray.cluster_resources().get("GPU", 0)
