@@ -20,7 +20,7 @@ from jaxblock.sweeps.plan import SweepConfig
 from jaxblock.sweeps.ray_crew import check_address
 from jaxblock.sweeps.reading import read_sweep
 from jaxblock.sweeps.runner import prepare_sweep, run_sweep
-from jaxblock.sweeps.store import STATES
+from jaxblock.sweeps.store import RUNNING, STATES, Store
 from tests.simulated_devices import ROOT
 from tests.sweeps.small_sweeps import plan, values, when_saved
 
@@ -193,6 +193,40 @@ def test_a_cluster_finds_what_one_machine_finds_though_a_worker_is_killed(expect
     assert len(events) == 1
     assert "goes on from there" in events[0].sentence
     assert list((folder / STATES).iterdir()) == []
+
+
+@with_ray
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # Ray's processes replace themselves at once
+def test_what_a_lost_machine_trained_goes_on_at_another(expected, tmp_path):
+    """Three nodes of a cluster, none of them this process: the command's, which has no core, and two that train."""
+    from ray.cluster_utils import Cluster as Nodes
+
+    from jaxblock.sweeps.ray_crew import Cluster
+
+    made, found = expected
+
+    def lose(_):
+        with contextlib.closing(Store.open(folder)) as store:
+            deadline = time.monotonic() + 60
+            while sum(state == RUNNING for _, state in store.progress()) < 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+        nodes.remove_node(lost, allow_graceful=False)
+
+    folder, nodes = tmp_path / "store", Nodes(initialize_head=True, head_node_args={"num_cpus": 0})
+    lost, _ = nodes.add_node(num_cpus=1), nodes.add_node(num_cpus=1)
+    try:
+        with contextlib.closing(Cluster(nodes.address, workers=2)) as cluster:
+            loss = threading.Thread(target=when_saved, args=(folder,), kwargs={"after_step": 0, "then": lose})
+            loss.start()
+            assert run_sweep(prepare_sweep(made), folder, make_crew=cluster.crew) == 0
+            loss.join()
+    finally:
+        nodes.shutdown()
+    assert figures(folder) == found
+    events = [event.sentence for event in read_sweep(folder).events if event.kind == "worker_killed"]
+    assert len(events) == 1
+    assert "NodeDiedError" in events[0]
 
 
 @with_ray
