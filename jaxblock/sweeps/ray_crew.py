@@ -175,9 +175,8 @@ class _Owner:
 def _work(owner: Any, number: int, folder: str) -> None:
     """Train programs until none waits, in a process of a Ray cluster; `folder` is where the sweep's command runs."""
     ray = importlib.import_module("ray")
-    if os.path.isdir(
-        folder
-    ):  # a plan's relative paths begin there; Ray's processes stand where Ray was started
+    # A plan's relative paths begin there; Ray's processes stand where Ray was started.
+    if os.path.isdir(folder):
         os.chdir(folder)
     keep_freed_memory()
     ledger = remote_ledger(lambda *question: ray.get(owner.answer.remote(*question)))

@@ -244,11 +244,12 @@ class Checkpoints:
             if leaf.size
         }
         described = {name: saved_leaf(leaf, 0) for name, leaf in leaves.items()}
+        told_of = [name for name, leaf in leaves.items() if self._writes or spread(leaf)]
         wait = orbax_arrays.start_saving(unfinished, filled)
 
         def finish() -> None:
             wait()
-            tell_digests(told, {name: digest(own, described[name].shape) for name, own in pieces.items()})
+            tell_digests(told, {name: digest(pieces[name], described[name].shape) for name in told_of})
             if not self._writes:
                 return
             digests = gathered_digests(told)

@@ -46,7 +46,7 @@ def spread(leaf: Any) -> bool:
 
 
 def own_pieces(leaf: Any) -> list[Piece]:
-    """Return copies on the host of the parts for which this process answers; every entry has one that does."""
+    """Return copies on the host of the parts for which this process answers: of an array that is its own, all."""
     leaf = raw(leaf)
     if not spread(leaf):
         return [Piece((0,) * leaf.ndim, np.array(jax.device_get(leaf)))]
@@ -85,7 +85,7 @@ def _piece_digest(piece: Piece, shape: Sequence[int]) -> int:
 
 
 def tell_digests(folder: Path, digests: Mapping[str, int]) -> None:
-    """Write this process's sums where the others find them."""
+    """Write this process's sums where the others find them; of an array that all have whole, one tells it."""
     replace_text(folder / f"{jax.process_index()}.json", json.dumps(digests))
 
 
@@ -97,8 +97,8 @@ def gathered_digests(folder: Path) -> dict[str, int]:
     """
     total: dict[str, int] = {}
     for process in range(jax.process_count()):
-        told = json.loads(_awaited(folder / f"{process}.json"))
-        total = {name: (total.get(name, 0) + value) & _MASK for name, value in told.items()}
+        for name, value in json.loads(_awaited(folder / f"{process}.json")).items():
+            total[name] = (total.get(name, 0) + value) & _MASK
     return total
 
 

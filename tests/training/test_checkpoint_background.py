@@ -1,5 +1,6 @@
 """A checkpoint saved in the background is the state at the moment it was begun, and its failure is not lost."""
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis.extra import numpy as drawn
 from jaxblock.training import checkpoint as module
 from jaxblock.training import loop
 from jaxblock.training.checkpoint import Checkpoints
-from jaxblock.training.checkpoint_pieces import Piece, digest
+from jaxblock.training.checkpoint_pieces import Piece, digest, gathered_digests
 from jaxblock.training.config import CheckpointConfig
 from jaxblock.training.run_folder import RunError, RunFilesError
 from tests.small_runs import losses, resume, rows, shared_programs, train, write_text
@@ -187,6 +188,14 @@ def test_a_long_array_is_summed_in_parts(monkeypatch):
     whole = digest(pieces, value.shape)
     monkeypatch.setattr("jaxblock.training.checkpoint_pieces._CHUNK", 20)
     assert digest(pieces, value.shape) == whole
+
+
+def test_the_sums_of_processes_are_added_by_name(tmp_path, monkeypatch):
+    """An array that all have whole is told by one of them, a part by each that has one."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for process, told in enumerate(({"whole": 5, "parts": 2**64 - 1}, {"parts": 3})):
+        (tmp_path / f"{process}.json").write_text(json.dumps(told))
+    assert gathered_digests(tmp_path) == {"whole": 5, "parts": 2}
 
 
 def test_a_relative_path_that_goes_away_is_an_error_and_no_crash(tmp_path):
